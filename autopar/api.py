@@ -148,7 +148,7 @@ def autoparallelize(
     Raises:
         AutoparError: on every rank at once, and the model is as it was.
     """
-    ensure_process_group(model)
+    ensure_process_group()
     roll_call("autoparallelize", "call it on every rank, outside of `if rank == 0`: each gets a part of the model.")
 
     def requested() -> tuple[Cluster, Plan | None, str | None, Options]:

@@ -60,7 +60,7 @@ def assemble(
     edited: Edited | None = None,
 ) -> nn.Module:
     """Shard the parameters and swap the model's class; this cannot be undone."""
-    device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh, model)
+    device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh)
     planned = _shapes(bind(model, *as_call(meta_inputs)))
     original = type(model)
 

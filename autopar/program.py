@@ -15,7 +15,6 @@ from autopar.sharding import Halo, ShardingSpec, Strategy
 from autopar.sharding.redistribution import Step
 
 OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait", "decomposed"]
-TensorRole = Literal["parameter", "buffer", "input", "activation", "gradient", "temporary"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Pages that are made from the code: all rules, all errors, the command line. `python docs/generate.py` writes them."""
+"""Generate the reference pages of rules, errors and the command line. `python docs/generate.py` writes them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ ROOT = Path(__file__).parent.parent
 
 def rules_page() -> str:
     from autopar.strategies import rules  # noqa: F401  it registers them
-    from autopar.strategies.registry import _rules
+    from autopar.strategies.registry import registered
 
     lines = [
         "# All rules",
         "",
-        "Each op in one line: a named factor for each dim; in brackets never cut; what the result lacks is summed.",
-        "An op that is not here is run whole on every rank, with a warning that shows the line to add.",
+        "Each rule names a factor for each dim. Dims in brackets are never cut, and factors that the result lacks are",
+        "summed. An op without a rule runs whole on every rank, with a warning that shows the line to add.",
         "",
         "| op | rule |",
         "|---|---|",
     ]
-    lines += [f"| `{op}` | {_cell(_notation(found))} |" for op, found in sorted(_rules.items())]
+    lines += [f"| `{op}` | {_cell(_notation(found))} |" for op, found in sorted(registered().items())]
     return "\n".join(lines) + "\n"
 
 
 def _notation(rule: Any) -> str:
-    """Its line; of a rule that is written for each call, by which function."""
+    """Return a rule's line, or the name of the function that writes the rule for each call."""
     text = rule.notation
     if isinstance(text, str):
         return text
     name = getattr(text, "__name__", "") or getattr(getattr(text, "func", None), "__name__", "a function")
-    return f"by the call's arguments: {name.strip('_')}"
+    return f"depends on the arguments: {name.strip('_')}"
 
 
 def _cell(text: str) -> str:
@@ -50,7 +50,7 @@ def errors_page() -> str:
         "# All errors",
         "",
         "Every error that autopar raises on purpose is an `AutoparError` and has three parts: what is wrong, what was",
-        "`found:`, and a `hint:` what to do. Braces stand for values of the moment.",
+        "`found:`, and a `hint:` about what to do. Braces stand for values that the message fills in.",
         "",
     ]
     found: dict[str, set[tuple[str, str]]] = {}
@@ -59,14 +59,14 @@ def errors_page() -> str:
     for kind in sorted(k for k in vars(errors) if k.endswith("Error")):
         lines += [f"## {kind}", "", (getattr(errors, kind).__doc__ or "").split("\n\n")[0].strip(), ""]
         if kind in found:
-            lines += ["| what | hint |", "|---|---|"]
+            lines += ["| what is wrong | hint |", "|---|---|"]
             lines += [f"| {_plain(what)} | {_plain(hint)} |" for what, hint in sorted(found[kind])]
             lines.append("")
     return "\n".join(lines)
 
 
 def raised() -> Iterator[tuple[str, str, str]]:
-    """Kind, what and hint of every error that is made in the code."""
+    """Yield the kind, the first part and the hint of every error that the code raises."""
     kinds = _kinds()
     for file in sorted((ROOT / "autopar").rglob("*.py")):
         calls = (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call) and n.args)
@@ -84,7 +84,7 @@ def _kinds() -> set[str]:
 
 
 def _text(node: ast.AST) -> str:
-    """The text of a string in the code, with what is put in as braces."""
+    """Return the text of a string expression, with the code of each interpolated value in braces."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
@@ -100,7 +100,7 @@ def _hole(node: ast.AST) -> str:
 
 
 def _plain(text: str) -> str:
-    """As Markdown that shows it as it is."""
+    """Escape a text so that Markdown shows it unchanged."""
     for mark in "\\|*_`[]<$":
         text = text.replace(mark, "&lt;" if mark == "<" else f"\\{mark}")
     return " ".join(text.split())
@@ -109,7 +109,8 @@ def _plain(text: str) -> str:
 def cli_page() -> str:
     from autopar.cli import COMMANDS, main
 
-    lines = ["# Command line", "", "`autopar` and each of its commands, as `--help` says it.", ""]
+    lines = ["# Command line", "", "The output of `--help` of `autopar` and of each of its commands.", ""]
+
     for command in ("", *COMMANDS):
         out = io.StringIO()
         with redirect_stdout(out), suppress(SystemExit):

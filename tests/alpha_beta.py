@@ -1,4 +1,4 @@
-"""A cost of collectives that a reader can check by hand."""
+"""A cost model of collectives that is simple enough to check by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.mesh import Mesh
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """Ring collectives: ``alpha`` seconds a launch and ``beta`` seconds a byte sent; a slice copies at no latency."""
+    """Ring collectives that take ``alpha`` seconds per launch and ``beta`` per byte sent; a slice has no latency."""
 
     mesh: Mesh
     alpha: tuple[float, ...]
@@ -35,6 +35,6 @@ def uniform(mesh: Mesh, alpha: float = 1e-5, beta: float = 1e-10) -> AlphaBeta:
 
 
 def uneven(mesh: Mesh) -> AlphaBeta:
-    """Axis 0 is the slow one, as between nodes."""
+    """Make axis 0 the slow one, as between nodes."""
     speeds = [8.0 if axis == 0 else 1.0 / (axis + 1) for axis in range(mesh.ndim)]
     return AlphaBeta(mesh, tuple(1e-5 * s for s in speeds), tuple(1e-10 * s for s in speeds))

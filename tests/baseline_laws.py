@@ -1,4 +1,4 @@
-"""Planning captured models on many meshes and budgets, for the law that no baseline beats the plan."""
+"""Plan captured models on many meshes and budgets, for the law that no baseline beats the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models import ZOO
 
 MESHES = [(2,), (4,), (8,), (2, 2), (2, 4), (4, 2)]
 BUDGETS = ["all", "half", "least"]
-"""All of the device; what half of the baselines fit in; what the smallest baseline needs."""
+"""The device's memory, the budget that half of the baselines fit in, and the peak of the smallest baseline."""
 
 TIME_LIMIT_S = 30.0
 
@@ -30,7 +30,7 @@ def captured(name: str) -> Graph:
 
 
 def plan_on(name: str, mesh: tuple[int, ...], budget: str = "all", **options: object) -> Planned:
-    """The plan of a model of the zoo on part of a DGX H100."""
+    """Plan a model of the zoo on part of a DGX H100."""
     graph, arranged = captured(name), Mesh(mesh)
     cluster = Cluster.load("dgx-h100").sized(arranged.size)
     asked = replace(Options(time_limit_s=TIME_LIMIT_S, compare=True), **options)
@@ -50,7 +50,7 @@ def _bytes(budget: str, name: str, mesh: tuple[int, ...]) -> int:
 
 
 def no_baseline_is_better(planned: Planned) -> None:
-    """Neither in cost, within the gap that was asked, nor in simulated seconds; and the budget holds."""
+    """Assert that no baseline has a smaller cost, beyond the default gap, or a shorter simulated step."""
     fitting = [b for b in planned.baselines if b.fits]
     assert planned.baselines, "nothing was compared"
     assert planned.timeline.seconds <= min((b.step_time for b in fitting), default=1e30) * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the W3C WebDriver protocol of its own driver; nothing is installed for it."""
+"""Drive a headless Chromium through its own driver and the W3C WebDriver protocol, without further packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Escape": "\ue00c", "Right": "\ue014
 
 
 class Browser:
-    """One session of a driver that listens on ``port``."""
+    """A session of a driver that listens on ``port``."""
 
     def __init__(self, port: int) -> None:
         self.root = f"http://127.0.0.1:{port}"
@@ -43,7 +43,7 @@ class Browser:
         return self.call("POST", f"{self.path}/execute/sync", script=script, args=list(arguments))
 
     def until(self, script: str, wanted: Any) -> None:
-        """Wait until ``script`` returns ``wanted``: a busy machine is late."""
+        """Wait until ``script`` returns ``wanted``, since a busy machine may be late."""
         for _ in range(100):
             if self.run(script) == wanted:
                 return
@@ -54,7 +54,7 @@ class Browser:
         return self.call("POST", f"{self.path}/goog/cdp/execute", cmd=command, params=given)
 
     def screen(self, width: int, height: int, *, dark: bool = False) -> None:
-        """The size of the window, and which colours its user prefers."""
+        """Set the size of the window and the preferred color scheme."""
         self.devtools(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -66,7 +66,7 @@ class Browser:
         self.call("POST", f"{self.path}/actions", actions=[{"type": "key", "id": "keys", "actions": actions}])
 
     def complaints(self) -> list[str]:
-        """Errors on the console since the last call."""
+        """Return the errors on the console since the last call."""
         said = self.call("POST", f"{self.path}/se/log", type="browser")
         return [line["message"] for line in said if line["level"] == "SEVERE"]
 
@@ -80,7 +80,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
-    """A session, ended in any case; skips the test where there is no Chromium."""
+    """Yield a session and always end it; skip the test if there is no Chromium."""
     driver = shutil.which("chromedriver")
     if driver is None or not (shutil.which("chromium") or shutil.which("google-chrome")):
         pytest.skip("chromium and chromedriver are not installed (Debian: apt-get install chromium chromium-driver)")

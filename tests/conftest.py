@@ -1,4 +1,4 @@
-"""What every test may rely on: fixed seeds, one thread, and laws that are tried with the same examples each time."""
+"""Give every test fixed seeds and one thread, and property tests the same examples each time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:
     from hypothesis import HealthCheck, settings
-except ImportError:  # a GPU machine runs tests/gpu with whatever its own Python has
+except ImportError:  # a GPU machine runs tests/gpu with the packages that it has
     pass
 else:
-    # Without deadlines, since a busy machine must not fail a law; derandomized, so that a failure repeats.
+    # No deadlines, so that a busy machine fails no property test; derandomized, so that failures repeat.
     settings.register_profile("autopar", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("autopar")
 
 
 MUCH = 3_000_000
-"""Objects, net, since the last collection."""
+"""Number of objects, net, since the last collection, from which the next one runs."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +40,13 @@ def _seeds() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_cache_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Neither read nor written, in processes that tests start neither."""
+    """Keep the tests, and the processes that they start, away from the user's cache."""
     os.environ["AUTOPAR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
 def _garbage() -> Iterator[None]:
-    """Collected when a test has left much of it, and never in between: to look for it takes as long as a test."""
+    """Collect garbage only after tests that leave much of it, since a collection takes as long as a test."""
     gc.disable()
     yield
     if gc.get_count()[0] > MUCH:
@@ -61,7 +61,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_process_group_left_over() -> Iterator[None]:
-    """A group of one that a module's tests joined would change what plain torch does in the next module's."""
+    """Destroy process groups after each module: even a group of one changes what torch does in the next module."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -69,7 +69,7 @@ def _no_process_group_left_over() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their tier's folder."""
+    """Mark tests with the tier whose folder they are in."""
     for item in items:
         for tier in ("multiprocess", "gpu"):
             if tier in item.path.parts:
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """File by file, but all tests that start ranks to one worker: each runs on every core, on processes they share."""
+    """Schedule by file, but run all tests that start ranks on one worker: they use every core and share processes."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -96,7 +96,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def why_no_gpu() -> str:
-    """Why tests that need a GPU cannot run here; empty where they can."""
+    """Return why tests that need a GPU cannot run here, or an empty string if they can."""
     import torch
 
     if not torch.backends.cuda.is_built():

@@ -1,4 +1,4 @@
-"""Small models whose ops run along dims that may be cut."""
+"""Small models whose ops run along dims that can be cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Function(nn.Module):
-    """A product with a weight, then ``function``: so that gradients go through it to weights and input."""
+    """Multiply by a weight before ``function``, so that its backward reaches a parameter and the input."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], *shape: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Function(nn.Module):
 
 
 class Norms(nn.Module):
-    """Layer, RMS and group norm of an image of ``c`` channels."""
+    """Layer, RMS, group and instance norms of an image of ``c`` channels."""
 
     def __init__(self, c: int = 6, width: int = 5) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Norms(nn.Module):
 
 
 class Complex(nn.Module):
-    """Products of complex numbers, by a layer, by an equation, and of a spectrum, and their conjugates."""
+    """Complex products by a linear layer, an einsum and a matmul, with a Fourier transform and conjugates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Complex(nn.Module):
 
 
 def weighed(x: Tensor) -> Tensor:
-    """A loss that no two elements enter alike."""
+    """Return a loss in which every element has another weight."""
     return (x * torch.arange(1, x.numel() + 1, dtype=x.dtype).reshape(x.shape).cos()).sum()
 
 
@@ -66,7 +66,7 @@ PAIR = torch.tensor([5, 0])
 
 
 def put(x: Tensor) -> Tensor:
-    """Some columns written over, and some added to."""
+    """Overwrite some columns and add to some elements."""
     y = x.clone()
     y[:, :, [6, 2]] = x[:, :, :2].sin()
     return y.index_put((torch.tensor([0, 2]), torch.tensor([5, 1])), x[1, :2], accumulate=True)

@@ -1,4 +1,4 @@
-"""A network of windows that slide: convolutions and pooling of several strides, batch norm between them."""
+"""Models with sliding windows: convolution, pooling and interpolation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sliding(nn.Module):
 
 
 class Resizing(nn.Module):
-    """Down by strides, up by a transposed convolution and by interpolations of each kind."""
+    """Downsample by a stride, and upsample by transposed convolutions and by each kind of interpolation."""
 
     def __init__(self, width: int = 2) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Resizing(nn.Module):
 
 
 class Volume(nn.Module):
-    """Convolutions, pooling and interpolation of a volume, and of a sequence."""
+    """Convolutions, pooling and interpolation of a volume and of a sequence."""
 
     def __init__(self) -> None:
         super().__init__()

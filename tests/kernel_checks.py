@@ -1,4 +1,4 @@
-"""Triton kernels against references in float64, on any device: by the interpreter on a CPU, compiled on a GPU."""
+"""Compare Triton kernels with references in float64, interpreted on a CPU or compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from autopar.kernels import KERNELS
 from tests import triton_interpreter  # noqa: F401
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-12}
-"""Of the largest element: rounding of the result, since kernels add in float32."""
+"""Tolerance as a share of the largest element: only the result is rounded, since kernels add in float32."""
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 INDICES = [torch.int64, torch.int32]
 
 
 def made(name: str, *args, **kwargs):
-    """What the kernel makes, with its first configuration."""
+    """Launch the kernel with its first configuration and return the results."""
     return KERNELS[name].launch(*args, **kwargs, **KERNELS[name].configs[0])
 
 
 def assert_near(found: Tensor, expected: Tensor, *, times: float = 1.0) -> None:
-    """Equal up to rounding of ``found``'s dtype."""
+    """Assert equality up to rounding in ``found``'s dtype."""
     assert found.shape == expected.shape
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     error = float((found.double() - expected.double()).abs().max()) if expected.numel() else 0.0
@@ -29,7 +29,7 @@ def assert_near(found: Tensor, expected: Tensor, *, times: float = 1.0) -> None:
 
 
 def check_packing(x: Tensor, dim: int, ways: int, dtype: torch.dtype | None = None) -> None:
-    """Padded chunks, stacked; and joined again, they are what they were."""
+    """Check that ``pack`` stacks padded chunks and that ``unpack`` restores the tensor."""
     part = -(-x.shape[dim] // ways)
     chunks = list(x.split(part, dim)) if part else [x] * ways
     padded = []
@@ -44,7 +44,7 @@ def check_packing(x: Tensor, dim: int, ways: int, dtype: torch.dtype | None = No
     assert packed.is_contiguous() and packed.dtype == expected.dtype
     if packed.dtype == x.dtype:
         assert torch.equal(packed, expected)
-    else:  # triton's interpreter cuts off where devices round
+    else:  # triton's interpreter truncates where devices round
         assert_near(packed, expected)
     back = made("unpack", expected, dim, x.shape[dim], x.dtype)
     assert back.is_contiguous()
@@ -56,7 +56,7 @@ def check_packing(x: Tensor, dim: int, ways: int, dtype: torch.dtype | None = No
 def check_lookup(
     dtype: torch.dtype, index: torch.dtype, shape: tuple[int, ...], rows: int, d: int, offset: int, device
 ) -> None:
-    """Rows that are here, zeros elsewhere, and the sum of their gradients but the padding's."""
+    """Check that lookup gives local rows and zeros, and that its backward sums gradients except the padding's."""
     weight = torch.randn(rows, d, device=device).to(dtype)
     at = torch.randint(0, rows + 2 * offset + 1, shape, device=device).to(index)
     here = (at >= offset) & (at < offset + rows)
@@ -76,7 +76,7 @@ def check_lookup(
 def check_cross_entropy(
     dtype: torch.dtype, index: torch.dtype, rows: int, v: int, ways: int, device, *, large: float = 1.0
 ) -> None:
-    """Shards of the logits, each seen by one rank, against torch's loss and gradient of the whole in float64."""
+    """Compare the kernels on shards of the logits with torch's loss and gradient of the whole in float64."""
     logits = (torch.randn(rows, v, device=device) * 4 * large).to(dtype)
     target = torch.randint(0, v, (rows,), device=device).to(index)
     target[::3] = -100
@@ -109,7 +109,7 @@ def check_cross_entropy(
 
 
 def check_weighted_classes(logits, target, lse, weight, shards, *, large: float) -> None:
-    """The gradient where classes have weights, and labels are smoothed."""
+    """Check the gradient with class weights and label smoothing."""
     v, device = logits.shape[-1], logits.device
     classes, counted = torch.rand(v, device=device), target != -100
     own = classes[target.where(counted, 0).long()] * 0.9
@@ -139,7 +139,7 @@ def check_weighted_classes(logits, target, lse, weight, shards, *, large: float)
 def check_norm(
     dtype: torch.dtype, shape: tuple[int, ...], device, *, centred: bool, scaled: bool, shifted: bool, wire=None
 ) -> None:
-    """The sum with a residual and its norm, forward and backward, against autograd in float64."""
+    """Compare the sum with a residual and its norm, forward and backward, with autograd in float64."""
     d = shape[-1]
     x = torch.randn(shape, device=device).to(wire or dtype)
     residual = torch.randn(shape, device=device).to(dtype)
@@ -162,7 +162,7 @@ def check_norm(
     expected.backward(grad.double())
     names = ["input_gradient", "weight_gradient", "bias_gradient"]
     for y, added in ((total, None), (total, beside), (wide, beside)):
-        # Two programs for all rows, the second with fewer.
+        # Two Triton programs share the rows, and the second has fewer.
         dx, dw, db = KERNELS["norm_backward"].launch(
             grad, y, means[0] if centred else None, rstd, weight, added, results=names, GROUPS=2
         )

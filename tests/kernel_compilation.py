@@ -1,9 +1,9 @@
-"""Compile every Triton kernel for a GPU that need not be there: ``python -m tests.kernel_compilation [--quick]``.
+"""Compile every Triton kernel without a GPU: ``python -m tests.kernel_compilation [--quick]``.
 
-The interpreter runs kernels as Python; a compiler refuses more: types that change in a loop, shapes that do not
-broadcast, more shared memory than there is. Launching functions are called with tensors on the CPU and a driver that
-claims to be a GPU's, and each launch compiles down to a cubin, in every configuration. One configuration at least must
-keep nearly all in registers: what spills moves bytes that the kernel is there to save.
+The interpreter runs kernels as Python, but a compiler refuses more: types that change in a loop, shapes that do not
+broadcast, more shared memory than there is. Launching functions get tensors on the CPU and a driver that claims to be
+a GPU's, and each launch compiles to a cubin in every configuration. At least one configuration must keep nearly
+everything in registers, since spills move the bytes that the kernel should save.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from autopar.planner.graphs.kernel_patterns import MAX_DIM, MAX_DIM_BACKWARD
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SHARED_BYTES = 227 * 1024
-"""Of one block on an H100."""
+"""Shared memory of one block on an H100, in bytes."""
 
 SPILLED_BYTES = 128
-"""Of a thread that may lie in memory where registers do not hold all: a small part of what it reads of a row."""
+"""Largest number of bytes per thread that may spill: a small part of what a thread reads of a row."""
 
 
 class _Absent:
-    """What a launch asks of a driver before anything runs."""
+    """A driver that answers what a launch asks before anything runs."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -51,7 +51,7 @@ class _Absent:
 
 
 class Compiled:
-    """Launches that compile and do not run."""
+    """Makes launches compile without running, and collects the compiled kernels."""
 
     def __init__(self, capability: int = 90) -> None:
         self.kernels: list[Any] = []
@@ -70,7 +70,7 @@ class Compiled:
 
 
 def smallest(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Sizes and strides of 1, which the compiler takes for constants."""
+    """Yield calls with sizes and strides of 1, which the compiler treats as constants."""
     x, row, index = torch.zeros(1, 1, dtype=dtype), torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     loss = {"ignore_index": -100, "offset": 0}
     yield "pack", (x, 1, 1), {}
@@ -87,7 +87,7 @@ def smallest(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[st
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """A call of each kernel's launching function for each way in which it may be specialised."""
+    """Yield calls of each kernel's launching function, one for each way in which it is specialized."""
     rows, d, v = 64, 1024, 5003
     x = torch.zeros(rows, d, dtype=dtype)
     wide = x.float()
@@ -127,7 +127,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...], dict[st
 
 
 def spilled_bytes(cubin: bytes) -> int:
-    """Of each thread, to memory: its stack, which kernels have no other use for."""
+    """Return the bytes that each thread spills: the size of its stack, which kernels use for nothing else."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -161,7 +161,7 @@ def main() -> int:
                 if any("cubin" not in k.asm or k.metadata.shared > SHARED_BYTES for k in made):
                     failed += 1
                     say(f"{name} {dtype} {dict(config)}: {[k.metadata.shared for k in made]} bytes of shared memory")
-                elif min(spilled, default=1):  # one that spills nothing is enough
+                elif min(spilled, default=1):  # one configuration without spills is enough
                     spilled.append(max((spilled_bytes(k.asm["cubin"]) for k in made), default=0))
             if min(spilled, default=0) > SPILLED_BYTES:
                 failed += 1

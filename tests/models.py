@@ -1,6 +1,6 @@
-"""The zoo: small models as people write them, on which the whole compiler is tried.
+"""Small, ordinary models that test the whole compiler.
 
-Sizes differ from each other wherever they may, so that a dim cannot be mistaken for another.
+Sizes differ wherever they can, so that one dim cannot be mistaken for another.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Model:
     """A model of the zoo.
 
     Args:
-        build: makes it, in float32, with random parameters and without dropout (with it where ``dropout`` is given).
-        inputs: makes a batch by keyword.
-        column: globs of weights whose output features tensor parallelism cuts, by the dim that it cuts; and of
-            their biases.
-        row: globs of weights whose input features it cuts, by the dim.
+        build: takes a dropout probability and makes the model in float32 with random parameters.
+        inputs: makes a batch as keyword arguments.
+        column: maps globs of weights whose output features tensor parallelism cuts, and of their biases, to the dim
+            that it cuts.
+        row: maps globs of weights whose input features it cuts to the dim.
         whole: globs of modules whose results tensor parallelism keeps whole over its axis.
-        has_dropout: whether ``build`` heeds its argument.
-        dtypes: in which it runs.
+        has_dropout: whether ``build`` uses its argument.
+        dtypes: the dtypes in which the model runs.
     """
 
     build: Callable[[float], nn.Module]
@@ -44,13 +44,13 @@ class Model:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
 
     def made(self, dtype: torch.dtype, dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
-        """The model in training mode and a batch, the same each time."""
+        """Return the model in training mode and a batch; both are the same each time."""
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = self.build(dropout)
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases that are zero and scales that are one would hide errors
+            if parameter.ndim == 1:  # zero biases and unit scales would hide errors
                 nn.init.normal_(parameter, float(parameter.detach().mean()), 0.1)
         inputs = {k: t.to(dtype) if t.is_floating_point() else t for k, t in self.inputs().items()}
         return model.to(dtype).train(), inputs
@@ -61,7 +61,7 @@ def token_ids() -> Tensor:
 
 
 def labels_of(ids: Tensor) -> Tensor:
-    """Some positions do not count, and not equally many in each sequence."""
+    """Return ids as labels of which a different number in each sequence is ignored."""
     return ids.masked_fill(torch.rand(ids.shape) < torch.linspace(0.1, 0.6, len(ids))[:, None], -100)
 
 
@@ -71,7 +71,7 @@ def language() -> dict[str, Tensor]:
 
 
 def padded_language() -> dict[str, Tensor]:
-    """With padding at the ends of sequences, whose lengths differ."""
+    """Return a batch of sequences of different lengths, padded at the end."""
     lengths = torch.arange(BATCH) % 3 + SEQUENCE - 2
     mask = (torch.arange(SEQUENCE) < lengths[:, None]).long()
     batch = language()
@@ -83,7 +83,7 @@ def images(size: int) -> dict[str, Tensor]:
 
 
 class MLP(nn.Module):
-    """Two column and row pairs and its own loss."""
+    """Two pairs of column and row layers, with a loss."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class MLP(nn.Module):
 
 
 class CNN(nn.Module):
-    """Convolutions with batch norm, pooling and cross-entropy; returns the loss and the logits."""
+    """A convolutional network with batch norm and pooling, which returns the cross-entropy and the logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class CNN(nn.Module):
 
 
 class Outside(nn.Module):
-    """An encoder layer of torch's own; whoever calls it computes the loss."""
+    """torch's own encoder layer, of which the caller computes the loss."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ MIXTRAL = Model(
     has_dropout=True,
     dtypes=(torch.float32,),
 )
-"""As it is by default, with a grouped product over the experts, which exists in float32 alone."""
+"""Its default grouped product over the experts exists only in float32."""
 
 
 def bert(dropout: float) -> nn.Module:

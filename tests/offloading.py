@@ -1,4 +1,4 @@
-"""Programs in which chosen values are kept by the host, whatever the planner would choose."""
+"""Offload chosen values of a program to the host, whatever the planner would choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.program import LocalTensor, Op, Program
 
 
 def saved(program: Program) -> list[LocalTensor]:
-    """What the backward reads of the forward's own tensors."""
+    """Return the tensors that the forward makes and the backward reads."""
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
     return [
         t
@@ -21,8 +21,11 @@ def saved(program: Program) -> list[LocalTensor]:
 
 
 def offloaded(program: Program, chosen: Callable[[LocalTensor], bool] = lambda t: True, later: int = 3) -> Program:
-    """``program`` with what is ``chosen`` of its saved tensors sent away as soon as it is made, waited for ``later``
-    ops on, and fetched as many ops before its first reader in the backward."""
+    """Return ``program`` with the ``chosen`` saved tensors offloaded.
+
+    Each copy to the host starts when its tensor is made, and the program waits for it ``later`` ops later. The copy
+    back starts ``later`` ops before the first reader in the backward.
+    """
     results = {name for _, name in program.results}
     away = {t.name: t for t in saved(program) if chosen(t) and t.name not in results}
     back = {name: replace(t, name=f"{name}|back") for name, t in away.items()}

@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes, so that a test can never hang and shows the error that came first."""
+"""Run a function on several gloo processes; a test never hangs, and shows the error that came first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_ranks(
     defined at the top level of a module; arguments and results must be picklable, and are passed by value.
 
     Raises:
-        TimeoutError: not all ranks were done after ``timeout`` seconds; shows where each of the others stood.
+        TimeoutError: if a rank is not done after ``timeout`` seconds; shows the stacks of such ranks.
         Exception: the error that a rank raised first, with that rank's traceback as its cause.
     """
     context = torch.multiprocessing.get_context("spawn")
@@ -63,7 +63,7 @@ def run_ranks(
             return _gather(processes, ends, Path(folder), timeout)
         finally:
             for process in processes:
-                process.join(0 if ends else 5)  # ranks whose peers failed may wait for ever
+                process.join(0 if ends else 5)  # ranks whose peers failed may wait forever
                 process.kill()
                 process.join()
 
@@ -92,7 +92,7 @@ def _receive(end: Connection, rank: int, processes: list[SpawnProcess]) -> Repor
     except EOFError:
         processes[rank].join(5)
         died = f"rank {rank} died without a word, exit code {processes[rank].exitcode}"
-        return Report(rank, trace=died)  # time 0: what the others then say follows from it
+        return Report(rank, trace=died)  # time 0: the other ranks' errors follow from this one
     return report
 
 
@@ -111,7 +111,7 @@ class RankTraceback(Exception):  # noqa: N818  it is the place of an error, not 
 
 
 def _where_they_stand(processes: list[SpawnProcess], missing: list[int], folder: Path, timeout: float) -> str:
-    """Ask each missing rank for its stack (see ``faulthandler.register`` below) and put them in one text."""
+    """Return the stacks of the missing ranks as text (see ``faulthandler.register`` below)."""
     lines = [f"after {timeout:g} s these ranks were not done: {missing}"]
     for rank in missing:
         pid = processes[rank].pid
@@ -140,12 +140,12 @@ def _rank_main(call: bytes, rank: int, world_size: int, backend: str, folder: st
         report = Report(rank, error=_pickled(error), trace=traceback.format_exc(), time_s=time.monotonic())
     there.send(report)
     if not report.trace and dist.is_initialized():
-        dist.barrier()  # a rank that leaves early would cut the others' last messages off
+        dist.barrier()  # a rank that exits early would cut off the others' last messages
         dist.destroy_process_group()
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The error, or nothing when it would not survive the way to the parent."""
+    """Return the pickled error, or nothing if the parent could not unpickle it."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

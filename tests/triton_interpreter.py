@@ -1,5 +1,6 @@
-"""Mends triton's interpreter where it is in use: that of 3.6 makes integers of loop bounds that are tensors by ``int``,
-which numpy 2.4 refuses for arrays of one element."""
+"""Fix triton's interpreter if it is in use.
+
+That of triton 3.6 calls ``int`` on loop bounds that are arrays of one element, which numpy 2.4 refuses."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     if name == "aten.convolution.default" and len(node.args[3]) in (1, 2, 3):  # type: ignore[arg-type]
         return _convolution(node, text)
     args = list(map(text, node.args))
-    special = _special(node, args, text)
+    special = _special(node, args)
     if special is not None:
         return special
     if name in INFIX and not kwargs and len(args) == 2:
@@ -266,7 +266,7 @@ def function(target: Any) -> str:
     return f"spmd.{target.__name__}"
 
 
-def _special(node: fx.Node, args: list[str], text: Callable[[Any], str]) -> str | None:
+def _special(node: fx.Node, args: list[str]) -> str | None:
     """Return the text of a call with a syntax of its own, or None."""
     name = getattr(node.target, "__name__", "")
     if isinstance(node.target, OpOverload):

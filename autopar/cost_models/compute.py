@@ -139,11 +139,6 @@ class ComputeCosts:
         roof = _roof(self.cluster.device, "float32", "memory")
         return roof.launch_latency_s + roof.bytes_ramp_s, 1 / roof.bytes_per_s
 
-    def host_seconds(self, nbytes: float) -> float:
-        """Return the seconds to copy ``nbytes`` between a device and pinned host memory, in one direction."""
-        host = self.cluster.host
-        return host.latency_s + nbytes / (host.bandwidth_bytes_per_s * host.efficiency)
-
 
 def _roof(device: Device, dtype: str, kind: str) -> _Roof:
     if kind not in {"matmul", "attention", "memory"}:

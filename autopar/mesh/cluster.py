@@ -173,9 +173,6 @@ class Cluster:
         """Number of devices."""
         return self.nodes * self.devices_per_node
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.devices_per_node
-
     def sized(self, world_size: int) -> Cluster:
         """Return this cluster with exactly ``world_size`` devices: whole nodes, or a part of one.
 

@@ -179,22 +179,6 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by item size, to view the bits of numbers."""
 
 
-def keep_mask(
-    seed: Tensor,
-    site: int,
-    p: float,
-    global_shape: Sequence[int],
-    shape: Sequence[int],
-    offset: Sequence[int],
-    device: torch.device,
-) -> Tensor:
-    """Return which elements of the local tensor ``dropout`` would keep, as bool."""
-    mask = torch.empty(math.prod(shape), dtype=torch.bool, device=device)
-    for part, bits in random_bits(seed, site, global_shape, shape, offset, device):
-        torch.ge(bits, _threshold(p), out=mask[part].view(bits.shape))
-    return mask.view(*shape)
-
-
 def keep_scale(
     seed: Tensor, site: int, p: float, global_shape: Sequence[int], offset: Sequence[int], like: Tensor
 ) -> Tensor:

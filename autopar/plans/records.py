@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,6 +92,3 @@ def ring_bytes(kind: StepKind, size: int, ranks: int) -> float:
     Source: Thakur, Rabenseifner and Gropp, 2005.
     """
     return size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-
-
-Specs = Mapping[str, ShardingSpec]

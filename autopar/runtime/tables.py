@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.guards import Binding, Guards
+from autopar.bindings import Binding
+from autopar.guards import Guards
 from autopar.runtime.materialize import is_placed
 from autopar.structure import is_dense
 

@@ -1,7 +1,6 @@
 """Sharding specs, strategies, and redistribution between specs."""
 
-from autopar.sharding.adjoint import Adjoint, adjoint_path
-from autopar.sharding.greedy import find_path, greedy_path
+from autopar.sharding.greedy import greedy_path
 from autopar.sharding.halo import Halo
 from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset, local_length
 from autopar.sharding.pareto import Line, LinearPricing, ParetoSet, pareto_set
@@ -12,7 +11,6 @@ from autopar.sharding.spec import Reduction, ShardingSpec
 from autopar.sharding.strategy import Strategy
 
 __all__ = [
-    "Adjoint",
     "CollectivePricing",
     "Halo",
     "Line",
@@ -27,10 +25,8 @@ __all__ = [
     "Step",
     "StepKind",
     "Strategy",
-    "adjoint_path",
     "all_pairs",
     "cheapest_path",
-    "find_path",
     "greedy_path",
     "local_length",
     "pareto_set",

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from autopar.errors import SpecError
 from autopar.mesh import Mesh
-from autopar.sharding.paths import Path, cheapest_path, path_of, unreachable
+from autopar.sharding.paths import Path, path_of, unreachable
 from autopar.sharding.priced_graph import CollectivePricing, PricedGraph, priced_graph
 from autopar.sharding.spec import ShardingSpec
 
 DROP, APPEND, FURTHER, REDUCE = 20, 5, 6, 100
 """Weights of a dim's distance: an axis to gather, an axis to cut, and each step after the first, as in Colossal-Auto.
 REDUCE, for a partial axis to reduce, is our addition and outweighs the others."""
-
-PathMethod = Callable[[ShardingSpec, ShardingSpec, Sequence[int], int, Mesh, CollectivePricing], Path]
 
 
 def distance(spec: ShardingSpec, target: ShardingSpec) -> int:
@@ -56,30 +53,6 @@ def greedy_path(
         node = _head(priced, arc)
         visited.add(node)
     return path_of(priced, index[src], arcs)
-
-
-METHODS: dict[str, PathMethod] = {"cheapest": cheapest_path, "greedy": greedy_path}
-
-
-def find_path(
-    src: ShardingSpec,
-    dst: ShardingSpec,
-    shape: Sequence[int],
-    itemsize: int,
-    mesh: Mesh,
-    costs: CollectivePricing,
-    *,
-    method: str = "cheapest",
-) -> Path:
-    """Return the redistribution that the named method finds: ``"cheapest"`` or ``"greedy"``.
-
-    Raises:
-        SpecError: if there is no such method, or no path.
-    """
-    if method not in METHODS:
-        hint = f"use one of {', '.join(METHODS)}."
-        raise SpecError("There is no such redistribution method.", found=repr(method), hint=hint)
-    return METHODS[method](src, dst, shape, itemsize, mesh, costs)
 
 
 def _choices(priced: PricedGraph, node: int, visited: set[int]) -> list[int]:

@@ -6,7 +6,6 @@ of source plus target are preferred; only if there is none is the cheapest of al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import numpy as np
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
 from autopar.sharding.pareto import pareto_set
-from autopar.sharding.priced_graph import NEGLIGIBLE_BYTES, CollectivePricing, Floats, PricedGraph, priced, priced_graph
+from autopar.sharding.priced_graph import CollectivePricing, Floats, PricedGraph, priced, priced_graph
 from autopar.sharding.redistribution import Step
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.spec_graph import graph_for, unusual
@@ -30,15 +29,12 @@ class Path:
         specs: the source, then the spec after each step.
         seconds: sum over the steps.
         peak_bytes: largest sum of a step's input and output on the fullest rank.
-        bound_bytes: what source and target hold together, plus ``NEGLIGIBLE_BYTES``. Paths that stay within it are
-            preferred.
     """
 
     steps: tuple[Step, ...]
     specs: tuple[ShardingSpec, ...]
     seconds: float
     peak_bytes: int
-    bound_bytes: int
 
     def __str__(self) -> str:
         return " -> ".join(map(str, self.specs))
@@ -67,8 +63,7 @@ def cheapest_path(
         line = alternatives.best(scale)
         if line is None:
             raise unreachable(src, dst)
-        bound = sum(math.prod(s.local_shape(shape, mesh)) * itemsize for s in (src, dst)) + NEGLIGIBLE_BYTES
-        return Path(line.steps, line.specs, line.seconds(scale), line.peak_units * scale, bound)
+        return Path(line.steps, line.specs, line.seconds(scale), line.peak_units * scale)
     tensor = priced_graph((src, dst), shape, itemsize, mesh, costs)
     start, end = tensor.graph.index[src], tensor.graph.index[dst]
     arcs = tensor.shortest(start, end, tensor.bound(start, end))
@@ -141,5 +136,4 @@ def path_of(tensor: PricedGraph, start: int, arcs: Sequence[int]) -> Path:
     for i in arcs:
         seconds += float(tensor.cost[i])
     peak = max((int(tensor.peak[i]) for i in arcs), default=int(tensor.local_bytes[start]))
-    end = graph.index[specs[-1]]
-    return Path(steps, specs, seconds, peak, int(tensor.bound(start, end)))
+    return Path(steps, specs, seconds, peak)

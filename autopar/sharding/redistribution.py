@@ -7,17 +7,16 @@ its ranks hold interleaved pieces.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations, permutations
-from typing import Literal, get_args
+from typing import Literal
 
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
 from autopar.sharding.spec import Reduction, ShardingSpec
 
 StepKind = Literal["all_gather", "slice", "all_to_all", "all_reduce", "reduce_scatter", "permute"]
-STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 _LINEAR = frozenset({"sum", "avg"})
 
@@ -78,32 +77,6 @@ class Step:
         new = [mesh.shape[a] for a in self.axes]
         ways = spec.ways(mesh) // ShardingSpec(_uncut(spec.dims, self.dim)).ways(mesh)
         return old == new or shape[self.dim] % ways == 0
-
-    def adjoint(self, spec: ShardingSpec) -> Step | None:
-        """Return the step that maps the cotangent of this step's result to that of its source, ``spec``.
-
-        The cotangent of a partial sum is replicated, since each addend counts in full; that of an average is also
-        divided by the number of ranks. None if the cotangent stays as it is.
-
-        Raises:
-            SpecError: if the step reduces by maximum or minimum, which is not linear.
-        """
-        after = self.apply(spec)
-        if self.kind in ("all_reduce", "reduce_scatter") and self.reduction not in _LINEAR:
-            raise SpecError(
-                f"The step {self} is not linear, so it has no adjoint.",
-                found=str(spec),
-                hint="only sums and averages have one; a maximum needs its own derivative.",
-            )
-        if self.kind == "all_gather":
-            return Step("slice", self.axis, self.dim)
-        if self.kind in ("slice", "reduce_scatter"):
-            return Step("all_gather", self.axis, self.dim)
-        if self.kind == "all_to_all":
-            return Step("all_to_all", self.axis, self.to_dim, self.dim)
-        if self.kind == "permute" and after.dims != spec.dims:
-            return replace(self, axis=spec.dims[self.dim][0], axes=spec.dims[self.dim]) if self.dim >= 0 else self
-        return None
 
     def moved_axes(self, spec: ShardingSpec) -> tuple[int, ...]:
         """Return the mesh axes along which data moves."""

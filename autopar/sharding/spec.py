@@ -89,9 +89,6 @@ class ShardingSpec:
     def is_replicated(self) -> bool:
         return not self.axes
 
-    def without_partial(self) -> ShardingSpec:
-        return ShardingSpec(self.dims)
-
     def ways(self, mesh: Mesh) -> int:
         """Return the number of parts into which the mesh cuts the tensor."""
         n = 1
@@ -113,10 +110,6 @@ class ShardingSpec:
             start = offset(n, axes, mesh, coordinate)
             out.append(slice(start, start + length(n, axes, mesh, coordinate)))
         return tuple(out)
-
-    def is_even(self, shape: Sequence[int], mesh: Mesh) -> bool:
-        """Whether every rank's shard has the same shape."""
-        return all(n % _ways(axes, mesh) == 0 for n, axes in zip(shape, self.dims, strict=True))
 
     def check(self, ndim: int, mesh: Mesh, what: str = "tensor") -> ShardingSpec:
         """Return self if it fits a tensor of ``ndim`` dims on ``mesh``.
@@ -172,13 +165,6 @@ def offset(n: int, axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -
         o, n = chunk(n, mesh.shape[a], coordinate[a])
         start += o
     return start
-
-
-def _ways(axes: Sequence[int], mesh: Mesh) -> int:
-    n = 1
-    for a in axes:
-        n *= mesh.shape[a]
-    return n
 
 
 def _axes_text(axes: Sequence[int]) -> str:

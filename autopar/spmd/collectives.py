@@ -77,7 +77,7 @@ def all_gather(rank: Rank, x: Tensor, dim: int, axis: int, length: int) -> Pendi
     """
     size = rank.mesh.shape[axis]
     buffer = _carried(_padded(x, dim, -(-length // size))).contiguous()
-    unpack = partial(_unpack_gathered, dim=dim, size=size, length=length, dtype=x.dtype)
+    unpack = partial(_unpack_gathered, dim=dim, length=length, dtype=x.dtype)
     if buffer.ndim == 0 or dim != 0:
         buffer = buffer.unsqueeze(0)
     return _launch(rank, buffer, Exchange("all_gather", axis), unpack)
@@ -209,14 +209,6 @@ def resolve(rank: Rank, arg: Any) -> Any:
     return arg
 
 
-def apply_step(rank: Rank, x: Tensor, step: Step, spec: ShardingSpec, global_shape: Sequence[int]) -> Tensor:
-    """Apply ``step`` to the shard ``x`` with spec ``spec``, and wait for the result."""
-    function, kwargs = step_call(step, spec, global_shape, rank.mesh)
-    result = function(rank, x, **{k: resolve(rank, v) for k, v in kwargs.items()})
-    taken: Tensor = wait(result) if isinstance(result, Pending) else result
-    return taken
-
-
 def simulate(
     function: Callable[..., Pending],
     ranks: Sequence[Rank],
@@ -250,17 +242,6 @@ def simulate(
         meter.hold([buffer])
     kept = exchange.kind in KEEPS_SENT
     return [replace(p, buffer=b, sent=p.buffer if kept else None) for p, b in zip(launched, received, strict=True)]
-
-
-def simulate_step(
-    ranks: Sequence[Rank], shards: Sequence[Tensor], step: Step, spec: ShardingSpec, global_shape: Sequence[int]
-) -> list[Tensor]:
-    """Run ``apply_step`` on all simulated ranks of a mesh at once."""
-    function, kwargs = step_call(step, spec, global_shape, ranks[0].mesh)
-    calls = [((x,), {k: resolve(rank, v) for k, v in kwargs.items()}) for rank, x in zip(ranks, shards, strict=True)]
-    if step.kind == "slice":
-        return [function(rank, *args, **kw) for rank, (args, kw) in zip(ranks, calls, strict=True)]
-    return [wait(p) for p in simulate(function, ranks, calls)]
 
 
 def _exchanged(sent: list[Tensor], exchange: Exchange) -> list[Tensor]:
@@ -357,7 +338,7 @@ def _wire_reduction(reduction: Reduction) -> Reduction:
     return "sum" if reduction == "avg" else reduction
 
 
-def _unpack_gathered(buffer: Tensor, dim: int, size: int, length: int, dtype: torch.dtype) -> Tensor:
+def _unpack_gathered(buffer: Tensor, dim: int, length: int, dtype: torch.dtype) -> Tensor:
     if dim == 0:
         return _restored(buffer.narrow(0, 0, length), dtype)
     return _restored(_joined(buffer, dim, length), dtype)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.ir import Node, Value, values_in
 from autopar.mesh import Mesh
-from autopar.sharding.local import LocalLength, LocalOffset
+from autopar.sharding.local import LocalLength, LocalOffset, local_length
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.registry import LocalArg, LocalCall, Metas, Rule, find_lowering, find_rule
@@ -44,14 +44,6 @@ def local_shapes(node: Node, strategy: Strategy, mesh: Mesh, rule: Rule) -> Loca
 
 def local_shape(shape: Sequence[int], spec: ShardingSpec, mesh: Mesh) -> tuple[int | LocalLength, ...]:
     return tuple(local_length(n, axes, mesh) for n, axes in zip(shape, spec.dims, strict=True))
-
-
-def local_length(n: int, axes: Sequence[int], mesh: Mesh) -> int | LocalLength:
-    """Return a rank's share of ``n`` elements: an integer if all ranks hold the same."""
-    ways = 1
-    for a in axes:
-        ways *= mesh.shape[a]
-    return n // ways if n % ways == 0 else LocalLength(n, tuple(axes))
 
 
 def local_offset(n: int, axes: Sequence[int]) -> int | LocalOffset:

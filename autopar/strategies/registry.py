@@ -123,20 +123,20 @@ def rule(
     return made
 
 
-def lowering(op: object, *, override: bool = False) -> Callable[[Lowering], Lowering]:
+def lowering(op: object) -> Callable[[Lowering], Lowering]:
     """Decorate a function that returns the call of a rank for ``op``, if more than shapes have to be localized.
 
     Raises:
-        RuleError: if the op has a lowering and ``override`` is not set.
+        RuleError: if the op has a lowering.
     """
     name = op_name(op)
 
     def register(function: Lowering) -> Lowering:
-        if name in _lowerings and not override:
+        if name in _lowerings:
             raise RuleError(
                 f"{name} already has a lowering.",
                 found=repr(_lowerings[name]),
-                hint="pass override=True to replace it.",
+                hint="keep one of the two.",
             )
         _lowerings[name] = function
         return function

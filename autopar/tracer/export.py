@@ -23,8 +23,8 @@ from autopar._torch import (
     without_leftover_hooks,
 )
 from autopar.attributes import AttributeOutput, Held, Place, record_attributes, restored_attributes
+from autopar.bindings import AttributeKey, table_key
 from autopar.errors import AutoparError, CaptureError
-from autopar.guards import AttributeKey, table_key
 from autopar.structure import Structure
 from autopar.tracer import attribute_outputs, functions
 from autopar.tracer.adaptive_softmax import clusters_of_all_samples

@@ -173,12 +173,12 @@ class Pattern:
         for a, b in zip(nodes, next_nodes, strict=True):
             require(a.op == b.op and a.target == b.target and _metas(a) == _metas(b))
             require(set(a.kwargs) == set(b.kwargs))
-            self._same(a.args, b.args, block)
+            self._same(a.args, b.args)
             for key in a.kwargs:
                 if key == "site":
                     self._same_sites(a.kwargs[key], b.kwargs[key])
                 else:
-                    self._same(a.kwargs[key], b.kwargs[key], block)
+                    self._same(a.kwargs[key], b.kwargs[key])
             (kind, first), (other, second) = numbered(a.name), numbered(b.name)
             step = second - first if phase == "forward" else first - second
             require(kind == other and self.steps.setdefault((phase, kind), step) == step)
@@ -189,19 +189,19 @@ class Pattern:
         self.sites = self.sites or b - a
         require(b - a == self.sites > 0)
 
-    def _same(self, a: Any, b: Any, block: int) -> None:
+    def _same(self, a: Any, b: Any) -> None:
         """Require that an argument of a block matches that of the next one."""
         require(type(a) is type(b))
         if isinstance(a, (tuple, list)):
             require(len(a) == len(b))
             for x, y in zip(a, b, strict=True):
-                self._same(x, y, block)
+                self._same(x, y)
         elif isinstance(a, fx.Node):
-            self._same_nodes(a, b, block)
+            self._same_nodes(a, b)
         else:
             require(bool(a == b) or repr(a) == repr(b))
 
-    def _same_nodes(self, a: fx.Node, b: fx.Node, block: int) -> None:
+    def _same_nodes(self, a: fx.Node, b: fx.Node) -> None:
         if a in self.owners:
             require(b in self.owners and self.owners[a][1] == self.owners[b][1])
             return

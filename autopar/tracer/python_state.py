@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from autopar._torch import TorchDispatchMode
 from autopar.attributes import MISSING, MUTABLE_CONTAINERS, add_items
-from autopar.guards import LONGEST, View
+from autopar.bindings import LONGEST
+from autopar.guards import View
 from autopar.tracer.blame import is_installed, is_ours
 
 _DATA = (bool, int, float, complex, str, bytes, type(None))

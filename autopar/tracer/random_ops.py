@@ -190,12 +190,8 @@ def _geometric(tracer: Any, shape: Sequence[int], dtype: Any, p: float) -> torch
     return (_exponential(tracer, shape, dtype) / -math.log1p(-p)).ceil()
 
 
-def _whole(tracer: Any, shape: Sequence[int], dtype: Any, low: int, high: int) -> torch.Tensor:
-    return (_uniform(tracer, shape, torch.float64) * (high - low) + low).floor()
-
-
 def _below(tracer: Any, shape: Sequence[int], dtype: Any, high: int) -> torch.Tensor:
-    return _whole(tracer, shape, dtype, 0, high)
+    return (_uniform(tracer, shape, torch.float64) * high).floor()
 
 
 _in_place(aten.exponential_.default, _exponential)

@@ -21,9 +21,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from autopar.attributes import CONTAINERS, MISSING
-from autopar.errors import CaptureError
-from autopar.guards import (
-    BY_IDENTITY,
+from autopar.bindings import (
     DATA,
     DEEPEST,
     LONGEST,
@@ -36,6 +34,8 @@ from autopar.guards import (
     look_up,
     table_key,
 )
+from autopar.errors import CaptureError
+from autopar.guards import BY_IDENTITY
 from autopar.tracer.blame import is_installed, is_ours
 from autopar.tracer.hooks import OF_ALL_MODULES, hooks_of_all_modules
 from autopar.tracer.known_values import KnownValues

@@ -63,9 +63,9 @@ def refused_side_effects(overridden: list[str]) -> Iterator[None]:
         yield
 
 
-def _called_by_torch(depth: int = 2) -> bool:
+def _called_by_torch() -> bool:
     """Whether torch itself makes the call, for something that is captured in another way."""
-    return sys._getframe(depth).f_code.co_filename.startswith(_TORCH)
+    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
 
 
 def _refusing(original: Callable[..., Any], what: str, hint: str) -> Callable[..., Any]:

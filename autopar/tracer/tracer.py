@@ -144,7 +144,7 @@ class ColoTracer:
             seed = torch.zeros((), dtype=torch.int64)
         with recording(model, copied) as recorder:
             exported = self._forward(copied, fakes, mode, whole=whole)
-            loss, differentiable, joint = self._joint(model, copied, fakes, mode, seed, exported)
+            loss, differentiable, joint = self._joint(copied, fakes, mode, seed, exported)
         returned = exported.returned
         recorder.known.refuse_changing({str(o.target) for o in joint.outputs if o is not None and o.kind == "mutation"})
         stamp(joint, exported.cut)
@@ -156,7 +156,7 @@ class ColoTracer:
         names = exported.names
         graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, names, trainable)
         if self._trains or differentiable:
-            _check_gradients(outs, ins, joint.outputs)
+            _check_gradients(ins, joint.outputs)
         has_loss = loss is not None or self._every_tangent
         graph = to_ir(graph_module.graph, ins, outs, type(model).__name__, has_loss=has_loss)
         reads = recorder.reads(exported.changed, equal_blocks(exported.cut))
@@ -186,7 +186,6 @@ class ColoTracer:
 
     def _joint(
         self,
-        model: nn.Module,
         copied: nn.Module,
         call: Call,
         mode: FakeTensorMode,
@@ -314,7 +313,7 @@ def _changes_input(meaning: JointOutput) -> bool:
     return meaning.kind == "mutation" and isinstance(meaning.target, int)
 
 
-def _check_gradients(outs: Sequence[ir.Output], ins: Sequence[ir.Input], outputs: Sequence[JointOutput | None]) -> None:
+def _check_gradients(ins: Sequence[ir.Input], outputs: Sequence[JointOutput | None]) -> None:
     """Refuse a model without gradients: torch gives none for parameters that are lost on the way."""
     if not any(o is not None and o.kind == "gradient" for o in outputs) and any(i.trainable for i in ins):
         raise CaptureError(

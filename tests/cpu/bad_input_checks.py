@@ -1,4 +1,4 @@
-"""What every error must be: three parts, and a model that nothing was done to."""
+"""Check that an error has its three parts and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 
 
 class Net(nn.Module):
-    """Two layers that can be tied, a buffer that training changes, and a scalar loss."""
+    """A model with two layers that can be tied, a buffer that training changes, and a scalar loss."""
 
     def __init__(self, hidden: int = 8, tied: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def batch(size: int = 4) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, ``model`` is bitwise what it was, of the same class, with the same tensors."""
+    """Assert that the code in the context leaves ``model`` bitwise unchanged, with its class and its tensors."""
     kind, training = type(model), model.training
     tensors = {n: (id(t), t.detach().clone(), t.requires_grad) for n, t in _tensors(model).items()}
     attributes = set(vars(model))
@@ -59,7 +59,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def refused(kind: type[AutoparError], *parts: str) -> Iterator[pytest.ExceptionInfo[AutoparError]]:
-    """Expect an error of ``kind`` with all three parts, whose text has ``parts``."""
+    """Expect an error of ``kind`` with all three parts, whose text contains ``parts``."""
     with pytest.raises(AutoparError) as caught:
         yield caught
     assert_three_parts(caught.value, kind, *parts)

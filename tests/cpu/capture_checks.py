@@ -1,4 +1,4 @@
-"""What every test of capture compares: the plan's simulation with the model run as it is."""
+"""Compare the simulation of a captured model's plan with the model itself."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def ops_of(capture: Capture) -> list[str]:
 
 
 def eager(model: nn.Module, inputs: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs, gradients (of the loss, or of the sum of the outputs) and buffers of one ordinary step."""
+    """Return the outputs, gradients (of the loss, or else of the sum of the outputs) and buffers of one step."""
     model = copy.deepcopy(model)
     args, kwargs = as_call(inputs)
     leaves, structure = flatten((list(args), dict(kwargs)))
-    # One tensor that is passed twice stays one tensor.
+    # A tensor that is passed twice stays one tensor.
     fresh = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in leaves}
     args, kwargs = structure.build([fresh[id(t)] for t in leaves])
     output = model(*args, **kwargs)
@@ -51,7 +51,7 @@ def eager(model: nn.Module, inputs: Any) -> tuple[Any, dict[str, Tensor], dict[s
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Equal structure, type for type, and equal tensors."""
+    """Assert equal structures, types and tensors."""
     assert type(found) is type(expected)
     (left, one), (right, two) = flatten(found), flatten(expected)
     assert one.paths == two.paths
@@ -63,7 +63,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @contextlib.contextmanager
 def captured_once() -> Iterator[None]:
-    """Capture a model once for each batch: to plan it and to run its plan would each capture it, which takes longer."""
+    """Capture a model once for each batch, instead of once to plan and again to run the plan."""
     capture, kept = api.capture_model, {}
 
     def once(model: nn.Module, call: Any, options: Any, world: int, **more: Any) -> Capture:
@@ -71,7 +71,8 @@ def captured_once() -> Iterator[None]:
         wanted = options.outputs, options.batch, options.mixed_precision, options.accumulation_steps, world
         key = id(model), given, wanted, tuple(more.items())
         if key not in kept:
-            kept[key] = model, capture(model, call, options, world, **more)  # the model, so that its id stays its own
+            # The model stays alive, so that its id is not reused.
+            kept[key] = model, capture(model, call, options, world, **more)
         return kept[key][1]
 
     with mock.patch.object(api, "capture_model", once):
@@ -81,8 +82,10 @@ def captured_once() -> Iterator[None]:
 def assert_simulates(
     model: nn.Module, inputs: Any, mesh: tuple[int, ...] = (2,), *, again: bool = False, **options: Any
 ) -> autopar.Plan:
-    """Plan, simulate all ranks, and compare outputs, gradients and buffers with the model as it is (float64). With
-    ``again`` the simulation captures the model once more, and so finds what the first capture left in it."""
+    """Plan, simulate all ranks, and compare outputs, gradients and buffers with the model itself in float64.
+
+    With ``again``, the simulation captures the model a second time, which shows whether the first capture changed it.
+    """
     with contextlib.nullcontext() if again else captured_once():
         plan = autopar.plan(model, inputs, mesh=mesh, **options)
         result = autopar.simulate(model, inputs, plan=plan)

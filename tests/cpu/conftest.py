@@ -1,4 +1,4 @@
-"""Kernels of this tier run on triton's interpreter, which has to be chosen before triton is imported."""
+"""Run the kernels of this tier on triton's interpreter, which must be chosen before triton is imported."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LONG = (
     "bad_input",
     "half_precision",
 )
-"""Files that take longest. They go first, behind the tests that start ranks: a core that is left alone with one at the
-end waits for it."""
+"""The test files that take longest. They run first, after the tests that start ranks, so that no core is left
+alone with a long file at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Plans for the zoo, simulated and compared with the model as it is; captures and references are made once."""
+"""Plan and simulate models of the zoo and compare them with one device; captures and references are cached."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.models import ZOO
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 FLOOR = 1e-3
-"""Some true gradients are zero; they are compared with this share of the largest of the model."""
+"""Errors are relative to at least this share of the model's largest gradient, since some true gradients are zero."""
 
 
 class Promoted(TorchFunctionMode):
-    """Whatever a float64 model computes in float32 is computed in float64, so that equality can be asked for."""
+    """Compute in float64 whatever a float64 model computes in float32, so that results can be compared closely."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -45,7 +45,7 @@ class Promoted(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Reference:
-    """What one ordinary step on one device gives: tensors by the names that a capture gives them."""
+    """The results of one ordinary step on one device, by the names that a capture gives them."""
 
     outputs: Mapping[str, Tensor]
     grads: Mapping[str, Tensor]
@@ -54,7 +54,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model of the zoo with its capture, and what one device gives (None with dropout)."""
+    """A model of the zoo with its capture and the results of one device (None with dropout)."""
 
     model: nn.Module
     inputs: Mapping[str, Tensor]
@@ -79,7 +79,7 @@ def subject(name: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0)
 
 
 def eager(model: nn.Module, inputs: Mapping[str, Tensor]) -> Reference:
-    """Outputs, gradients (of the loss, or of the sum of the outputs) and buffers of one step on one device."""
+    """Run one step on one device; gradients are of the loss, or of the sum of the outputs if there is none."""
     model = copy.deepcopy(model)
     cached = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
     tensors, returned = flatten(model(**inputs, **cached))
@@ -92,7 +92,7 @@ def eager(model: nn.Module, inputs: Mapping[str, Tensor]) -> Reference:
 
 @cache
 def cluster_where_sharding_pays() -> Cluster:
-    """Slow devices with fast links: what no small model meets on real hardware, its cheapest plan being one replica."""
+    """Return slow devices with fast links; on real hardware, replicating would be cheapest for small models."""
     base = Cluster.load("dgx-h100")
     device = dataclasses.replace(
         base.device,
@@ -110,7 +110,7 @@ def cluster_where_sharding_pays() -> Cluster:
 
 @dataclass(frozen=True)
 class Ran:
-    """A plan's program, what it is predicted to take, and what its simulation gave."""
+    """A plan with its predictions, and the results of its simulation."""
 
     planned: planner.Planned
     result: Simulation
@@ -128,7 +128,7 @@ def run(
     seed: int = 0,
     cluster: Cluster | None = None,
 ) -> Ran:
-    """Plan and simulate. Fails where an op has no rule."""
+    """Plan and simulate. Fails if an op has no rule."""
     planned, lowered = plan(of, mesh, constraints, search, cluster)
     return Ran(planned, simulate(lowered, of, mesh, seed))
 
@@ -140,7 +140,7 @@ def plan(
     search: str = "joint",
     cluster: Cluster | None = None,
 ) -> tuple[planner.Planned, Lowered]:
-    """Plan and lower. Fails where an op has no rule."""
+    """Plan and lower. Fails if an op has no rule."""
     on = Mesh(mesh)
     options = planner.Options(
         constraints=constraints or {}, aliases=canonical_names(of.model), search=search, time_limit_s=100.0, gap=0.05
@@ -161,7 +161,7 @@ def simulate(lowered: Lowered, of: Subject, mesh: tuple[int, ...], seed: int = 0
 
 
 def predicted_during_the_step(of: Subject, ran: Ran, mesh: tuple[int, ...]) -> int:
-    """Predicted peak in bytes from the forward to the end of the backward, without what the optimizer holds."""
+    """Return the predicted peak of forward and backward in bytes, without optimizer state."""
     on, program = Mesh(mesh), ran.planned.program
     states = [
         state_bytes(op.writes[0].meta, op.writes[0].spec, on, meaning.trainable, planner.Options()).optimizer
@@ -172,7 +172,7 @@ def predicted_during_the_step(of: Subject, ran: Ran, mesh: tuple[int, ...]) -> i
 
 
 def assert_equals_one_device(of: Subject, result: Simulation, dtype: torch.dtype) -> None:
-    """Every output, gradient and buffer, by the larger of the tensor's own size and a share of the model's."""
+    """Compare every output, gradient and buffer with one device."""
     assert of.reference is not None
     assert_equal(result, of.reference, TOLERANCE[dtype])
 
@@ -203,20 +203,20 @@ def _error(found: Tensor, expected: Tensor, floor: float) -> float:
 
 
 def data_parallel(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:
-    """Whole parameters; the batch is cut over all axes, and so are the results of every large module."""
+    """Constrain parameters to be whole, and the batch and the results of large modules to be cut over all axes."""
     whole = {n: _replicated(p.ndim) for n, p in of.model.named_parameters()}
     return whole | _batch(of, mesh) | _results(name, of, mesh, len(mesh))
 
 
 def fully_sharded(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:
-    """Dim 0 of every parameter and the batch are cut over all axes."""
+    """Constrain dim 0 of every parameter, and the batch, to be cut over all axes."""
     cut = _cut(range(len(mesh)))
     stored = {n: cut + "R" * (p.ndim - 1) for n, p in of.model.named_parameters() if p.ndim}
     return stored | _batch(of, mesh) | _results(name, of, mesh, len(mesh))
 
 
 def tensor_parallel(name: str, of: Subject, mesh: tuple[int, ...]) -> dict[str, str]:
-    """Columns, rows, heads and the vocabulary are cut over the last axis, the batch over those before it."""
+    """Cut columns, rows, heads and the vocabulary over the last axis, and the batch over the axes before it."""
     model, axis = ZOO[name], len(mesh) - 1
     cuts = [(glob, dim) for globs in (model.column, model.row) for glob, dim in globs.items()]
     stored = {}
@@ -234,7 +234,7 @@ def _batch(of: Subject, axes: tuple[int, ...]) -> dict[str, str]:
 
 
 def _results(name: str, of: Subject, mesh: tuple[int, ...], batch_axes: int) -> dict[str, str]:
-    """The results of the modules that tensor parallelism reduces, cut by batch alone."""
+    """Constrain the results of modules that tensor parallelism reduces to be cut by the batch alone."""
     made = module_outputs(of.capture.graph)
     return {
         module: _cut(range(batch_axes)) + "R" * (len(node.outputs[0].shape) - 1)

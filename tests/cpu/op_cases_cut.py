@@ -1,4 +1,4 @@
-"""Cases of the ops that work beside other ranks' summaries: one part of a dim, with what three ranks told."""
+"""Cases of the ops that read summaries: one part of a dim, with the gathered summaries of three ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _statistics(dtype: torch.dtype) -> list[Case]:
 
 
 def _indexing(dtype: torch.dtype) -> list[Case]:
-    """Places 3 to 5 of a dim of 8."""
+    """Index into positions 3 to 5 of a dim of size 8."""
     x, index = torch.randn(3, 4, dtype=dtype), torch.tensor([[0, 3, 5, 7], [4, 4, 1, 2]])
     once, source = torch.tensor([7, 3, 5, 1]), torch.randn(4, 4, dtype=dtype)
     columns = torch.tensor([0, 2, 3, 3])
@@ -89,7 +89,7 @@ def _indexing(dtype: torch.dtype) -> list[Case]:
 
 
 def _grouped(dtype: torch.dtype) -> list[Case]:
-    """Experts 1 and 2 of 4."""
+    """Multiply by experts 1 and 2 of 4."""
     rows, weight = torch.randn(6, 8, dtype=dtype), torch.randn(2, 8, 4, dtype=dtype)
     grad = torch.randn(6, 4, dtype=dtype)
     ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
@@ -102,7 +102,7 @@ def _grouped(dtype: torch.dtype) -> list[Case]:
 
 
 def _experts(dtype: torch.dtype) -> list[Case]:
-    """Experts 1 and 2, of rows that name two each, or one."""
+    """Multiply by experts 1 and 2 of 4, where each row chooses one or two."""
     rows, weight = torch.randn(4, 3, 8, dtype=dtype).transpose(0, 1), torch.randn(2, 8, 4, dtype=dtype)
     one, several = torch.randint(0, 4, (3, 4)), torch.randint(0, 4, (3, 4, 2))
     grad = torch.randn(3, 4, 2, 4, dtype=dtype)

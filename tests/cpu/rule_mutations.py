@@ -1,4 +1,4 @@
-"""False neighbours of a rule: what a slip of the pen would make of it."""
+"""Wrong rules that differ from a rule by one plausible mistake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cpu.rule_simulation import Sample
 
 
 def mutants(case: Sample) -> Iterator[tuple[str, Rule]]:
-    """(what was changed, the changed rule); each is written for this sample alone."""
+    """Yield pairs of a mistake's description and the wrong rule, which is written for this sample alone."""
     rule = find_rule(case.node)
     assert rule is not None
     text = rule.notation if isinstance(rule.notation, str) else rule.notation(case.node, case.metas)
@@ -62,7 +62,7 @@ def _joined(left: str, results: list[str], index: int, changed: str) -> str:
 
 @contextmanager
 def in_place(rule: Rule) -> Iterator[None]:
-    """The changed rule stands in the table, for a while."""
+    """Put the wrong rule into the table for the length of the context."""
     original = table.registered()[rule.op]
     _register(rule)
     try:

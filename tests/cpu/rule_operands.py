@@ -1,6 +1,6 @@
-"""Operands for samples: small whole numbers in float64, so that results are exact where they can be.
+"""Operands for samples: small integers in float64, so that results are exact where possible.
 
-Sizes 4 and 6 divide evenly on meshes of two ranks; 5 and 7 do not, and are cut unevenly.
+Sizes 4 and 6 divide evenly by two ranks; 5 and 7 are cut unevenly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def x(*shape: int) -> Tensor:
-    """Small whole numbers."""
+    """Return small integers."""
     return torch.randint(-4, 5, shape).to(torch.float64)
 
 
@@ -21,7 +21,7 @@ def positive(*shape: int) -> Tensor:
 
 
 def unit(*shape: int) -> Tensor:
-    """Strictly between 0 and 1."""
+    """Return numbers strictly between 0 and 1."""
     return torch.rand(shape, dtype=torch.float64) * 0.9 + 0.05
 
 
@@ -30,13 +30,13 @@ def index(below: int, *shape: int) -> Tensor:
 
 
 def mask(*shape: int) -> Tensor:
-    """Half of it true, in random places."""
+    """Return a mask that is true at half of the places, at random."""
     n = torch.Size(shape).numel()
     return (torch.randperm(n) < n // 2).reshape(shape)
 
 
 def distinct(*shape: int) -> Tensor:
-    """Without ties, so that the position of a maximum is defined."""
+    """Return numbers without ties, so that the position of a maximum is defined."""
     n = torch.Size(shape).numel()
     return torch.randperm(n).to(torch.float64).reshape(shape)
 

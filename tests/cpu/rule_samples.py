@@ -1,4 +1,4 @@
-"""A sample of every op that has a rule, by kind."""
+"""Samples of every op that has a rule, by kind of op."""
 
 from __future__ import annotations
 

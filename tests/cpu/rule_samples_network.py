@@ -1,4 +1,4 @@
-"""Samples of products, normalisation, convolution, pooling, indexing and losses."""
+"""Samples of products, normalization, convolution, pooling, indexing and losses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def contraction() -> Iterator[Sample]:
 
 
 def eight_bits() -> Iterator[Sample]:
-    """Small integers, which eight bits hold."""
+    """Return small integers that fit into eight bits."""
     left, right = x(5, 32).to(torch.float8_e4m3fn), x(48, 32).to(torch.float8_e4m3fn).t()
     one, two = torch.tensor(0.5), torch.tensor([2.0])
     yield sample(aten._scaled_mm.default, left, right, one, two, out_dtype=torch.float32)
@@ -84,7 +84,7 @@ def batch_norms() -> Iterator[Sample]:
 
 
 def grouped() -> Iterator[Sample]:
-    """Rows by expert. The kernel takes float32 at most."""
+    """Yield grouped products of rows by expert; the kernel supports no dtype wider than float32."""
     rows, experts, grad = x(6, 8).float(), x(3, 8, 16).float(), x(6, 16).float()
     ends = torch.tensor([2, 2, 6], dtype=torch.int32)
     yield sample(aten._grouped_mm.default, rows, experts, ends)
@@ -159,7 +159,7 @@ def convolution() -> Iterator[Sample]:
 
 
 def slides() -> Iterator[Sample]:
-    """Kernels along a dim that is cut: with halos, without, and where rows of the result and of x do not match."""
+    """Yield convolutions along a cut dim: with halos, without, and where rows of the result and of x do not match."""
     cases: list[tuple[int, int, int, int, int]] = [  # rows, kernel, stride, padding, dilation
         (6, 1, 1, 0, 1),
         (8, 2, 2, 0, 1),
@@ -186,7 +186,7 @@ def slides() -> Iterator[Sample]:
 
 
 def spaces() -> Iterator[Sample]:
-    """Several dims of space cut at once, transposed convolutions, volumes."""
+    """Yield convolutions with several spatial dims to cut, transposed ones, and those of volumes."""
     cases: list[tuple[tuple[int, ...], int, int, int, bool, int]] = [
         # space, kernel, stride, padding, transposed, output padding
         ((9, 8), 3, 1, 1, False, 0),
@@ -249,7 +249,7 @@ def resampling() -> Iterator[Sample]:
 
 
 def pools() -> Iterator[Sample]:
-    """Windows along rows that are cut: overlapping, padded, strided, dilated, and beyond the end."""
+    """Yield pooling along cut rows: overlapping, padded, strided, dilated, and beyond the end."""
     cases: list[tuple[int, int, int, int]] = [(8, 3, 2, 1), (9, 3, 1, 1), (12, 2, 2, 0), (11, 3, 2, 0), (13, 3, 2, 1)]
     for rows, kernel, stride, padding in cases:
         image, window = distinct(2, 2, rows, 5), ([kernel, 2], [stride, 2], [padding, 1])

@@ -35,7 +35,7 @@ def contractions() -> Iterator[Sample]:
 
 
 def experts() -> Iterator[Sample]:
-    """Rows of one expert or several, some of them of none."""
+    """Yield products of rows that go to one expert or several, with experts that get none."""
     one, several = torch.tensor([2, 0, 0, 4, 1]), torch.tensor([[0, 3], [3, 1], [1, 0], [5, 3]])
     for ids, lead in ((one, (5,)), (several, (4,)), (torch.tensor([[[0, 1]], [[2, 2]]]), (2, 1))):
         for k, n in ((4, 8), (5, 3)):
@@ -82,7 +82,7 @@ def attention() -> Iterator[Sample]:
 
 
 def flash() -> Iterator[Sample]:
-    """torch's attention for CPUs."""
+    """Yield torch's attention for CPUs."""
     aten = torch.ops.aten
     op, backward = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{b}").default for b in ("", "_backward"))
     for groups, causal, allowed in ((4, True, None), (2, False, None), (4, False, x(2, 1, 4, 4)), (4, False, x(4, 4))):
@@ -98,7 +98,7 @@ def flash() -> Iterator[Sample]:
 
 
 def gpu_kernels(aten: Any) -> Iterator[Sample]:
-    """torch's kernels for GPUs, in the values that they give and the shapes in which they give them."""
+    """Yield torch's attention for GPUs, as references with the same values and shapes."""
     q, k, v, grad, bias = x(2, 4, 5, 8), x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 5, 8), x(2, 1, 5, 6)
     for causal in (False, True):
         flash = sample(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, causal)
@@ -126,7 +126,7 @@ def gpu_kernels(aten: Any) -> Iterator[Sample]:
 
 
 def positional() -> Iterator[Sample]:
-    """Ops that know where their shard lies."""
+    """Yield ops whose arguments include the position of their shard."""
     seed, place = torch.tensor(3), {"global_shape": [4, 5, 6], "offset": [0, 0, 0]}
     yield from speech()
     yield sample(autopar.dropout.default, x(4, 5, 6), seed, p=0.5, site=1, **place)

@@ -1,4 +1,4 @@
-"""Runs one op by one strategy on the ranks of a simulated mesh, and compares with the op on whole tensors."""
+"""Run an op with a strategy on the ranks of a simulated mesh, and compare with the op on whole tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from autopar.sharding.spec import length, offset
 from autopar.strategies import Combine, Gathered, Operand, combine, halos, localize, strategies
 
 MESHES = (Mesh((2,)), Mesh((2, 2)), Mesh((3,)))
-TOLERANCE = 1e-9  # of float64, for results that are not whole numbers
+TOLERANCE = 1e-9  # in float64, for results that are not integral
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an op. ``values=False``: only the shapes and dtypes of its results are defined."""
+    """One call of an op. With ``values=False``, only the shapes and dtypes of its results are defined."""
 
     node: Node
     operands: tuple[Tensor, ...]
@@ -48,7 +48,7 @@ def meta(tensor: Tensor) -> TensorMeta:
 
 
 def sample(op: Any, *args: Any, values: bool = True, **kwargs: Any) -> Sample:
-    """Call ``op``, an overload of torch, and keep its node, operands and results."""
+    """Call ``op``, an overload of torch, and return its node, operands and results."""
     operands: list[Tensor] = []
 
     def ir(arg: Any) -> Any:
@@ -74,10 +74,10 @@ class WrongRule(AssertionError):  # noqa: N818  it is an assertion
 
 
 def check(case: Sample, meshes: Sequence[Mesh] = MESHES) -> int:
-    """Try every strategy of the sample on every mesh; return how many there were.
+    """Check every strategy of the sample on every mesh, and return their number.
 
     Raises:
-        WrongRule: a strategy gives something else than the op on whole tensors.
+        WrongRule: if a strategy gives another result than the op on whole tensors.
     """
     tried = 0
     for mesh in meshes:
@@ -118,7 +118,7 @@ def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
 
 
 def summaries(told: Combine, shards: list[Any], mesh: Mesh) -> dict[tuple[int, ...], list[Tensor]]:
-    """What each rank hears: for each result of the summaries, those of all that tell, in row-major order."""
+    """Return what each rank gathers: each summary stacked over the ranks of its group, in row-major order."""
     op, args, kwargs = told.summary
     said = {}
     for rank in map(mesh.coordinate, range(mesh.size)):
@@ -141,7 +141,7 @@ def summaries(told: Combine, shards: list[Any], mesh: Mesh) -> dict[tuple[int, .
 
 
 def shard(whole: Tensor, spec: ShardingSpec, mesh: Mesh) -> dict[tuple[int, ...], Tensor]:
-    """What each rank holds of ``whole``; a partial sum is split into random summands."""
+    """Return what each rank holds of ``whole``; a partial sum is split into random summands."""
     summing = [a for a, _ in spec.partial]
     parts = list(itertools.product(*(range(mesh.shape[a]) for a in summing)))
     summands = dict(zip(parts, _split(whole, len(parts)), strict=True))
@@ -153,7 +153,7 @@ def shard(whole: Tensor, spec: ShardingSpec, mesh: Mesh) -> dict[tuple[int, ...]
 
 
 def windowed(held: dict[tuple[int, ...], Tensor], h: Halo, rank: tuple[int, ...]) -> Tensor:
-    """The rank's window, from its own rows and those that its neighbours send; no others are there."""
+    """Return the rank's window, made from its own rows and those that its neighbours send alone."""
     at, ways = rank[h.axis], len(h.windows)
 
     def neighbour(step: int) -> Tensor:
@@ -170,7 +170,7 @@ def windowed(held: dict[tuple[int, ...], Tensor], h: Halo, rank: tuple[int, ...]
 
 
 def _split(whole: Tensor, parts: int) -> Iterator[Tensor]:
-    """Random summands: quarters, so that sums stay exact and rounding does not look linear."""
+    """Yield random summands in quarters, so that sums stay exact and rounding does not look linear."""
     rest = whole
     for _ in range(parts - 1):
         part = torch.randint(-20, 21, whole.shape).to(whole.dtype)
@@ -183,7 +183,7 @@ def _split(whole: Tensor, parts: int) -> Iterator[Tensor]:
 def completed(
     pieces: dict[tuple[int, ...], Tensor | None], spec: ShardingSpec, mesh: Mesh
 ) -> dict[tuple[int, ...], Tensor]:
-    """What each rank holds once partial results are reduced."""
+    """Return what each rank holds once partial results are reduced."""
     combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
     present = {rank: piece for rank, piece in pieces.items() if piece is not None}
     assert len(present) == len(pieces), "a rank has no result"
@@ -195,10 +195,10 @@ def completed(
 
 
 def tolerance_of(expected: Tensor) -> float:
-    """Nothing where the result is whole numbers: their sums and products are exact in any order."""
+    """Return zero for integral results, whose sums and products are exact in any order, or a tolerance."""
     inexact = expected.is_floating_point() or expected.is_complex()
     parts = torch.view_as_real(expected.resolve_conj()) if expected.is_complex() else expected
-    parts = parts.float() if parts.itemsize == 1 else parts  # few ops take eight bits
+    parts = parts.float() if parts.itemsize == 1 else parts  # few ops support eight bits
     if not inexact or torch.equal(parts, parts.round()):
         return 0.0
     return TOLERANCE if parts.dtype == torch.float64 else 1e-3
@@ -214,7 +214,7 @@ def assert_same(found: Tensor, wanted: Tensor, what: str, tolerance: float = 0.0
 def rms_norm_backward(
     grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, asked: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient of x * rstd * weight, by autograd."""
+    """Return the gradients of x * rstd * weight by autograd."""
     with torch.enable_grad():
         leaf, scale = x.detach().requires_grad_(), None if weight is None else weight.detach().requires_grad_()
         normalized = torch.nn.functional.rms_norm(leaf, list(shape), scale, 1e-5)
@@ -224,7 +224,7 @@ def rms_norm_backward(
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[t, k], [e, k, n], cumulative counts [e] -> [t, n]"""
+    """Multiply rows [t, k] by weights [e, k, n], given cumulative counts [e]; the result is [t, n]."""
     expert = torch.searchsorted(ends, torch.arange(len(rows), dtype=ends.dtype), right=True)
     return torch.einsum("tk,tkn->tn", rows, weight[expert])
 
@@ -236,7 +236,7 @@ def grouped_mm_backward(rows: Tensor, weight: Tensor, ends: Tensor, grad: Tensor
 
 
 def attention_of(kind: str) -> Any:
-    """An attention kernel for GPUs: its results that are not counters or states of generators have values."""
+    """Return a reference for an attention kernel for GPUs; counters and states of generators are zeros."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float | None = None) -> tuple[Any, ...]:
         bias = next((a for a in rest if isinstance(a, Tensor)), None)
@@ -269,7 +269,7 @@ def attention_backward_of(kind: str) -> Any:
     return backward
 
 
-# Ops that have no kernel on CPUs, or belong to another library.
+# Ops without a kernel for CPUs, and ops of other libraries.
 REFERENCES = {
     "aten._fused_rms_norm_backward.default": rms_norm_backward,
     "transformers.grouped_mm_fallback.default": grouped_mm,
@@ -296,7 +296,7 @@ def find_op(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Operands:
-    """What a rank has: its shards in the order of the call, and by position, and what it heard of others."""
+    """What a rank has: its shards in call order and by position, and the gathered summaries."""
 
     ordered: Iterator[Tensor]
     own: Sequence[Tensor]
@@ -304,7 +304,7 @@ class Operands:
 
 
 def _local(arg: Any, operands: Operands, mesh: Mesh, rank: tuple[int, ...]) -> Any:
-    """The argument on one rank: operands are taken in order."""
+    """Return an argument as one rank sees it; operands are taken in order."""
     if isinstance(arg, Value):
         return next(operands.ordered)
     if isinstance(arg, Operand):

@@ -9,7 +9,7 @@ from autopar import _torch
 from autopar._torch import FakeTensorMode
 from autopar.errors import AutoparError
 from autopar.ops import attention as module
-from autopar.ops.random import keep_mask
+from tests.cpu.test_ops_random import keep_mask
 
 OPS = torch.ops.autopar
 B, H, G, S, T, D = 2, 4, 2, 6, 7, 8
@@ -184,7 +184,7 @@ def _with_dropout(q, k, v, p, keep, allowed=None):
 def test_dropout_drops_the_elements_of_the_counter_based_mask(path, p, is_causal):
     operands = _operands()
     shape = [B, H, S, T]
-    keep = keep_mask(torch.tensor(11), 5, p, shape, shape, [0] * 4, torch.device("cpu"))
+    keep = keep_mask(p, shape, seed=11, site=5)
     assert 0.7 < keep.double().mean() < 0.8 or p == 1
     allowed = torch.ones(S, T, dtype=torch.bool).tril() if is_causal else None
     found, _ = _attend(*operands, p=p, is_causal=is_causal)

@@ -83,13 +83,21 @@ def test_indices_beyond_32_bits_are_distinct():
         assert not (a == b).any()
 
 
+def keep_mask(p: float, shape: list[int], seed: int, site: int) -> torch.Tensor:
+    """Return which elements of a whole tensor dropout keeps: those whose bits reach the threshold of ``p``."""
+    mask = torch.empty(math.prod(shape), dtype=torch.bool)
+    for part, bits in random.random_bits(torch.tensor(seed), site, shape, shape, [0] * len(shape), mask.device):
+        torch.ge(bits, min(round(p * 2**32), 2**32 - 1) - 2**31, out=mask[part].view(bits.shape))
+    return mask.view(*shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_and_layout_drops_the_same_elements(dtype):
     x = torch.ones(64, 48, dtype=dtype)
     kept = _dropout(torch.ones(64, 48, dtype=torch.float64)) != 0
     assert torch.equal(_dropout(x) != 0, kept)
     assert torch.equal(_dropout(x.t().contiguous().t()) != 0, kept)
-    assert torch.equal(random.keep_mask(torch.tensor(5), 3, 0.25, [64, 48], [64, 48], [0, 0], x.device), kept)
+    assert torch.equal(keep_mask(0.25, [64, 48], seed=5, site=3), kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from autopar import spmd
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
 from autopar.sharding import LocalLength, ShardingSpec, Step, all_pairs, cheapest_path, steps_from
-from autopar.sharding.redistribution import STEP_KINDS
+from autopar.sharding.redistribution import StepKind
 from autopar.spmd.collectives import permutation
 from autopar.spmd.ranks import LocalRank, local_ranks
 from tests.alpha_beta import uneven, uniform
+from tests.steps import simulate_step
 
 parse = ShardingSpec.parse
 COMBINE = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -58,14 +60,14 @@ def scatter_addends(shape: Sequence[int], spec: ShardingSpec, mesh: Mesh) -> tup
 
 def walk(shards: list[Tensor], specs, steps, shape: Sequence[int], mesh: Mesh) -> list[Tensor]:
     for spec, step in zip(specs, steps, strict=False):
-        shards = spmd.simulate_step(local_ranks(mesh), shards, step, spec, shape)
+        shards = simulate_step(local_ranks(mesh), shards, step, spec, shape)
     return shards
 
 
 def reduced(shards: list[Tensor], spec: ShardingSpec, shape: Sequence[int], mesh: Mesh) -> list[Tensor]:
     for axis, kind in spec.partial:
         step = Step("all_reduce", axis, reduction=kind)
-        shards, spec = spmd.simulate_step(local_ranks(mesh), shards, step, spec, shape), step.apply(spec)
+        shards, spec = simulate_step(local_ranks(mesh), shards, step, spec, shape), step.apply(spec)
     return shards
 
 
@@ -101,7 +103,7 @@ def check_pairs(mesh: Mesh, shape: Sequence[int], pairs) -> None:
         path = cheapest_path(src, dst, shape, scale, mesh, costs)
         shards, whole = scatter_addends(shape, src, mesh)
         shards = reduced(walk(shards, path.specs, path.steps, shape, mesh), dst, shape, mesh)
-        assert_shards(shards, scatter(whole, dst.without_partial(), mesh), f"{path} of {shape} on {mesh}")
+        assert_shards(shards, scatter(whole, ShardingSpec(dst.dims), mesh), f"{path} of {shape} on {mesh}")
 
 
 @pytest.mark.parametrize(("mesh", "shape"), [(Mesh(m), s) for m, shapes in EXHAUSTIVE for s in shapes], ids=str)
@@ -133,9 +135,9 @@ def test_every_step_from_every_spec(mesh, shape):
             if step.fits(spec, shape, mesh):
                 before = shards if shards is not None else scatter(whole, spec, mesh)
                 result = reduced(walk(before, [spec], [step], shape, mesh), after, shape, mesh)
-                assert_shards(result, scatter(whole, after.without_partial(), mesh), f"{spec} {step} on {mesh}")
+                assert_shards(result, scatter(whole, ShardingSpec(after.dims), mesh), f"{spec} {step} on {mesh}")
                 kinds.add(step.kind)
-    assert kinds == set(STEP_KINDS) - ({"all_to_all"} if len(shape) == 1 else set())
+    assert kinds == set(get_args(StepKind)) - ({"all_to_all"} if len(shape) == 1 else set())
 
 
 @pytest.mark.parametrize("kind", ["sum", "max", "min", "avg"])

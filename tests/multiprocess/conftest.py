@@ -1,4 +1,4 @@
-"""Processes that the tests share: to import torch takes a rank longer than most tests take."""
+"""Processes that the tests share, since importing torch takes longer than most tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that stay up between tests, since starting a process with torch takes seconds."""
+"""Ranks that stay alive between tests, since starting a process with torch takes seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class RankPool:
-    """``world_size`` gloo processes. After a failure they are ended, and the next call starts new ones."""
+    """``world_size`` gloo processes. A failure ends them, and the next call starts new ones."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -34,7 +34,7 @@ class RankPool:
         self._starts = 0
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float = 120.0) -> list[T]:
-        """Call ``function(*args)`` on every rank and return what each returned, by rank; as ``run_ranks``."""
+        """Call ``function(*args)`` on every rank and return the results by rank, as ``run_ranks`` does."""
         if not self._processes:
             self._start()
         call = pickle.dumps((function, args))

@@ -20,6 +20,7 @@ from autopar.spmd.ranks import ProcessRank
 from tests.alpha_beta import uniform
 from tests.cpu.test_spmd_redistribution import reachable
 from tests.multiprocess.pool import RankPool
+from tests.steps import apply_step
 
 pytestmark = pytest.mark.multiprocess
 
@@ -44,7 +45,7 @@ def _takes_every_step(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> in
         for dtype in DTYPES:
             whole = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
             shard = whole[spec.local_slices(shape, rank.mesh, rank.coordinate)]
-            result = spmd.apply_step(rank, shard, step, spec, shape)
+            result = apply_step(rank, shard, step, spec, shape)
             expected = whole[after.local_slices(shape, rank.mesh, rank.coordinate)]
             assert result.is_contiguous()
             assert _equal(result, expected), f"{spec} {step} {dtype}: {result} is not {expected}"
@@ -64,7 +65,7 @@ def _reduces() -> None:
                 path = cheapest_path(src, dst, shape, dtype.itemsize, rank.mesh, uniform(rank.mesh))
                 x = addends[dist.get_rank()]
                 for spec, step in zip(path.specs, path.steps, strict=False):
-                    x = spmd.apply_step(rank, x, step, spec, shape)
+                    x = apply_step(rank, x, step, spec, shape)
                 assert _equal(x, whole[dst.local_slices(shape, rank.mesh, rank.coordinate)]), f"{kind} {path}"
 
 

@@ -1,4 +1,4 @@
-"""Small models of the kinds that users train, with a batch, for tests that compare ranks with one process."""
+"""Small models like those that users train, with batches, for tests that compare ranks with one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def resnet() -> nn.Module:
 
 
 class Mlp(nn.Module):
-    """Returns its output; the loss is outside. Seven columns do not divide by two or four."""
+    """Returns its output without a loss. Its seven columns do not divide by two or four."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ SHARDED: dict[str, dict[str, str]] = {
     "resnet": {"*.convolution.weight": "S0RRR", "input:pixel_values": "S0RRR"},
     "mlp": {"up.weight": "S0R", "up.bias": "S0", "down.weight": "RS0"},
 }
-"""Constraints that cut parameters over axis 0, thirteen rows among them."""
+"""Constraints that cut parameters over axis 0, one of thirteen rows among them."""
 
 
 def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
@@ -87,7 +87,7 @@ def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
 
 
 def pair(model: nn.Module, inputs: Any, mesh: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A copy of ``model`` for one device, and ``model`` made parallel."""
+    """Return a copy of ``model`` for one device, and ``model`` made parallel."""
     warnings.simplefilter("ignore")
     reference = copy.deepcopy(model)
     return reference, autopar.autoparallelize(model, inputs, mesh=mesh, **options)
@@ -102,14 +102,14 @@ def whole(value: Any) -> Any:
 
 
 def distance(a: Any, b: Any) -> float:
-    """Largest difference relative to the largest element of ``b``."""
+    """Return the largest difference relative to the largest element of ``b``."""
     a, b = whole(a).detach().double(), whole(b).detach().double()
     assert a.shape == b.shape, f"{tuple(a.shape)} is not {tuple(b.shape)}"
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) if a.numel() else 0.0
 
 
 def gradient_distance(model: nn.Module, reference: nn.Module) -> float:
-    """Largest relative difference of the gradients; those far below the model's largest count as zero."""
+    """Return the largest relative difference of gradients; those far below the model's largest count as zero."""
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
     assert [p.grad is None for p, _ in pairs] == [r.grad is None for _, r in pairs]
     largest = max(float(r.grad.abs().max()) for _, r in pairs if r.grad is not None)

@@ -1,6 +1,6 @@
-"""A training script as torchrun starts it, in which a rank can fail: ``FAULT=kill:1:4`` is rank 1 before step 4.
+"""A training script for torchrun in which a rank can fail: ``FAULT=kill:1:4`` kills rank 1 before step 4.
 
-It fails once: what remembers it is a file beside the checkpoints.
+It fails only once: a file beside the checkpoints records the failure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def trained(folder: Path, steps: int, timeout_s: float = 60.0) -> dict[int, float]:
-    """Losses by step, of what a job that is launched and seeded trains from the last checkpoint on."""
+    """Train from the last checkpoint on, in a launched and seeded job, and return the losses by step."""
     warnings.simplefilter("ignore")
     checkpointer = Checkpointer(folder, timeout_s=timeout_s)
     chosen = {"plan": plan} if (plan := checkpointer.plan()) else {"mesh": (dist.get_world_size(),)}

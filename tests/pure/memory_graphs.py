@@ -1,4 +1,4 @@
-"""Training steps by hand, in units of memory and of time, for the laws of recomputation."""
+"""Hand-made training steps, in units of memory and time, for property tests of recomputation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autopar.planner import Options, Planned, plan_graph
 
 UNIT = 1 << 20
 SLACK = 1 << 10
-"""Bytes for what is a scalar here and counts nowhere else."""
+"""Bytes that a budget allows for scalars, which nothing else counts."""
 
 SCALAR = TensorMeta((), "float32")
 
 
 def device() -> Cluster:
-    """One device, whose host is too slow to offload anything to."""
+    """Return one device with a host that is too slow for offloading."""
     cluster = Cluster.load("dgx-h100").sized(1)
     return replace(cluster, host=replace(cluster.host, bandwidth_bytes_per_s=1.0))
 
@@ -37,10 +37,10 @@ def runs_again(plan: Planned) -> list[str]:
 
 
 def chain(length: int) -> Graph:
-    """``length`` forward steps, the last of which gives the loss; the backward of each reads what the step read.
+    """Return ``length`` forward steps, of which the last gives the loss; each backward reads what its step read.
 
-    A state takes one unit, a gradient half: while a step's backward runs, its two gradients take the place that a
-    state takes while a forward step makes the next.
+    A state takes one unit and a gradient half a unit, so the two gradients of a backward take as much as the state that
+    a forward step makes.
     """
     nodes = [Node("a0", "placeholder", outputs=(tensor(1),))]
     nodes += [Node(f"a{i}", "test.step.default", (Value(f"a{i - 1}"),), outputs=(tensor(1),)) for i in range(1, length)]
@@ -61,7 +61,7 @@ def chain(length: int) -> Graph:
 
 @st.composite
 def steps(draw: st.DrawFn, most: int = 8) -> Graph:
-    """Steps of up to ``most`` forward ops of any shape, some of them views, and a backward that reads what it likes."""
+    """Draw up to ``most`` forward ops of any size, some of them views, with a backward that reads any values."""
     sizes = st.sampled_from((1, 1, 2, 3, 5))
     units = {"x": draw(sizes)}
     nodes = [Node("x", "placeholder", outputs=(tensor(units["x"]),))]

@@ -12,7 +12,7 @@ from autopar.solver import Edge, Problem, Usage
 
 @st.composite
 def problems(draw: st.DrawFn, *, limited: bool | None = None) -> Problem:
-    """Up to 6 nodes of up to 4 options; forbidden entries, parallel edges, loops, isolated nodes, usages and limits."""
+    """Draw problems of up to 6 nodes and 4 options, with forbidden entries, parallel edges, loops and usages."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = random.integers(1, 5, draw(st.integers(1, 6)))
     top = int(random.choice([3, 50]))

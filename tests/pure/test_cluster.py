@@ -101,11 +101,6 @@ def test_without_a_count_a_cluster_is_as_large_as_needed():
     assert cluster.sized(16).sized(16) == cluster.sized(16)
 
 
-def test_ranks_fill_one_node_after_the_other():
-    cluster = Cluster.load("dgx-h100:16")
-    assert [cluster.node_of(rank) for rank in (0, 7, 8, 15)] == [0, 0, 1, 1]
-
-
 @given(st.integers(1, 7) | st.integers(1, 40).map(lambda nodes: 8 * nodes))
 def test_a_cluster_takes_a_part_of_a_node_or_whole_nodes(world_size):
     assert Cluster.load("dgx-h100").sized(world_size).size == world_size

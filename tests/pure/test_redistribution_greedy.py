@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import SpecError
 from autopar.mesh import Mesh
-from autopar.sharding import ShardingSpec, all_pairs, cheapest_path, find_path, greedy_path, steps_from
+from autopar.sharding import ShardingSpec, all_pairs, greedy_path, steps_from
 from autopar.sharding.greedy import distance
 from tests.alpha_beta import uneven, uniform
 
@@ -41,7 +41,7 @@ def test_the_scores_of_the_neighbours_in_the_worked_example(start, scores):
 
 def test_the_greedy_path_of_the_worked_example():
     mesh = Mesh((2, 4))
-    path = find_path(parse("S01RR"), parse("RS01R"), SHAPE, 4, mesh, uniform(mesh), method="greedy")
+    path = greedy_path(parse("S01RR"), parse("RS01R"), SHAPE, 4, mesh, uniform(mesh))
     assert str(path) == "S01RR -> S0RR -> RS0R -> RS01R"
 
 
@@ -68,15 +68,7 @@ def test_it_reduces_partial_sums_straight_into_the_cut_that_the_target_has():
     assert [s.kind for s in path.steps] == ["reduce_scatter"]
 
 
-def test_what_has_no_path_is_an_error_and_so_is_an_unknown_method():
+def test_what_has_no_path_is_an_error():
     mesh = Mesh((2, 4))
     with pytest.raises(SpecError, match="No redistribution leads"):
         greedy_path(parse("RRR"), parse("RRR P0"), SHAPE, 4, mesh, uniform(mesh))
-    with pytest.raises(SpecError, match="no such redistribution method"):
-        find_path(parse("RRR"), parse("S0RR"), SHAPE, 4, mesh, uniform(mesh), method="fastest")
-
-
-def test_find_path_takes_the_cheapest_unless_told():
-    mesh = Mesh((2, 4))
-    args = (parse("S0S1R"), parse("S1S0R"), SHAPE, 4, mesh, uniform(mesh))
-    assert find_path(*args) == cheapest_path(*args)

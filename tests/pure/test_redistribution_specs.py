@@ -89,8 +89,6 @@ def test_the_last_ranks_hold_less_or_nothing():
     assert [spec.local_shape((9,), mesh, (i,)) for i in range(4)] == [(3,), (3,), (3,), (0,)]
     assert [spec.local_shape((5,), mesh, (i,)) for i in range(4)] == [(2,), (2,), (1,), (0,)]
     assert spec.local_slices((9,), mesh, (3,)) == (slice(9, 9),)
-    assert not spec.is_even((9,), mesh)
-    assert spec.is_even((8,), mesh)
 
 
 def test_two_axes_on_one_dim_cut_in_their_order():

@@ -1,4 +1,4 @@
-"""The zoo: every architecture on which the compiler is tried, unmodified, with its loss and a small configuration."""
+"""The zoo: architectures that test the whole compiler, unmodified, with their losses and small configurations."""
 
 from __future__ import annotations
 

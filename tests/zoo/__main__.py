@@ -1,4 +1,4 @@
-"""``python -m tests.zoo``: every model of the zoo, the whole way, as a table; ``--page`` writes docs/coverage.md."""
+"""``python -m tests.zoo`` tests the compiler on every model of the zoo; ``--page`` writes docs/coverage.md."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
-    parser.add_argument("--only", action="append", metavar="GLOB", help="models by name; may be repeated")
-    parser.add_argument("--mesh", action="append", metavar="2x2", help="a mesh, in place of all; may be repeated")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--json", type=Path, help="keep results here, and measure only what is not there yet")
+    parser.add_argument("--only", action="append", metavar="GLOB", help="names of models to test; may be repeated")
+    parser.add_argument("--mesh", action="append", metavar="2x2", help="a mesh to use instead of all; may be repeated")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
+    parser.add_argument("--json", type=Path, help="file that keeps results; models in it are not measured again")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
     return parser.parse_args()
 

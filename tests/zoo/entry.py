@@ -1,6 +1,6 @@
-"""What one row of the zoo says, and the batches that rows share.
+"""An entry of the zoo, and the batches that entries share.
 
-Sizes are small, and differ from each other wherever they may, so that a dim cannot be mistaken for another.
+Sizes are small, and differ wherever they can, so that one dim cannot be mistaken for another.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ BATCH, SEQUENCE, HIDDEN, FEED_FORWARD, HEADS, VOCABULARY, CLASSES = 8, 6, 32, 48
 
 @dataclass(frozen=True)
 class Entry:
-    """One architecture, as its library builds it.
+    """A model of the zoo, as its library builds it.
 
     Args:
-        name: unique in the zoo.
+        name: a name that is unique in the zoo.
         family: text, vision, audio, multimodal, timm, or other.
-        build: makes it, in float32, in training mode, without dropout.
-        inputs: makes a batch by keyword, labels included.
-        dtype: in which sharded and whole are compared.
-        quick: whether ``make test`` tries it.
+        build: makes the model in float32, in training mode, without dropout.
+        inputs: makes a batch as keyword arguments, labels included.
+        dtype: the dtype in which the sharded model is compared with the whole one.
+        quick: whether ``make test`` includes it.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Entry:
     quick: bool = False
 
     def made(self) -> tuple[nn.Module, Inputs]:
-        """The model with random parameters and its batch, the same each time."""
+        """Return the model with random parameters, and its batch; both are the same each time."""
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = self.build()
-        for module in model.modules():  # some probabilities are not in any configuration
+        for module in model.modules():  # some dropout probabilities are not in the configuration
             for name in ("p", "drop_prob"):
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases that are zero and scales that are one would hide errors
+            if parameter.ndim == 1:  # zero biases and unit scales would hide errors
                 nn.init.normal_(parameter, float(parameter.detach().mean()), 0.1)
         inputs = {
             k: t.to(self.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
@@ -70,7 +70,7 @@ def hugging_face(
     config: str = "",
     **sizes: object,
 ) -> Entry:
-    """A model of transformers by the name of its class; its configuration is ``sizes`` without dropout."""
+    """Return an entry for a class of transformers, configured with ``sizes`` and without dropout."""
     stem = config or next(model[: -len(s)] for s in _HEADS if model.endswith(s))
 
     def build() -> nn.Module:
@@ -116,7 +116,7 @@ def token_ids(sequence: int = SEQUENCE) -> Tensor:
 
 
 def labels_of(ids: Tensor) -> Tensor:
-    """Some positions do not count, and not equally many in each sequence."""
+    """Return ids as labels of which a different number in each sequence is ignored."""
     return ids.masked_fill(torch.rand(ids.shape) < torch.linspace(0.1, 0.6, len(ids))[:, None], -100)
 
 
@@ -126,7 +126,7 @@ def language() -> Inputs:
 
 
 def padded_language() -> Inputs:
-    """With padding at the ends of sequences, whose lengths differ."""
+    """Return a batch of sequences of different lengths, padded at the end."""
     lengths = torch.arange(BATCH) % 3 + SEQUENCE - 2
     mask = (torch.arange(SEQUENCE) < lengths[:, None]).long()
     batch = language()

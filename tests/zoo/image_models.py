@@ -1,4 +1,4 @@
-"""timm's image models: convolutions, transformers, and both."""
+"""timm's image models: convolutional networks, transformers, and hybrids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.zoo.entry import CLASSES, Entry, images
 
 
 class Classifier(nn.Module):
-    """A model that returns logits, with its loss."""
+    """Adds a loss to a model that returns logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Classifier(nn.Module):
 
 @contextlib.contextmanager
 def without_torchvision() -> Iterator[None]:
-    """timm reads images with torchvision, whose builds fit one build of torch alone; its models are whole without."""
+    """Import timm without torchvision, of which each build needs one build of torch; timm only reads images with it."""
     if importlib.util.find_spec("torchvision") is not None:
         yield
         return
@@ -50,7 +50,7 @@ def library() -> Any:
 
 
 def create(name: str, **options: Any) -> nn.Module:
-    """A model of timm's registry, or a class of its models, where no entry of the registry takes these options."""
+    """Create a model from timm's registry, or from its class where no entry of the registry takes these options."""
     module, _, made = name.partition(".")
     if made:
         return Classifier(getattr(getattr(library().models, module), made)(num_classes=CLASSES, **options))
@@ -58,7 +58,7 @@ def create(name: str, **options: Any) -> nn.Module:
 
 
 def gated_mixer(**options: Any) -> nn.Module:
-    """gMLP (Liu et al. 2021), which timm makes of the mixer."""
+    """gMLP (Liu et al. 2021), which timm builds from the MLP-Mixer."""
     timm = library()
     block, layer = timm.models.mlp_mixer.SpatialGatingBlock, timm.layers.GatedMlp
     return create("mlp_mixer.MlpMixer", block_layer=block, mlp_layer=layer, **options)

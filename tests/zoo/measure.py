@@ -1,4 +1,4 @@
-"""One model of the zoo, the whole way: captured, planned, simulated, and compared with one device."""
+"""Capture, plan and simulate a model of the zoo, and compare it with one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.cpu.model_checks import (
 from tests.zoo.entry import Entry
 
 LEAST = 0.95
-"""Of the operations, and of the bytes of activations, that must be in ops that can be sharded."""
+"""Smallest share of FLOPs, and of bytes of activations, that must be in ops that can be sharded."""
 
 MESHES = ((4,), (2, 2), (2, 2, 2))
 
@@ -37,12 +37,12 @@ class Coverage:
     """How much of a captured program can be sharded.
 
     Args:
-        nodes: of the joint graph, without its inputs.
-        ops: distinct ones.
-        without_rule: ops that have none, and run whole on every rank.
-        flops: share of the floating-point operations that are in ops with a strategy that divides the work; where a
-            rule states no formula, an op counts one for each element that it makes.
-        bytes: the same share of the bytes that ops of the forward make.
+        nodes: number of nodes of the joint graph, without its inputs.
+        ops: number of distinct ops.
+        without_rule: ops without a rule, which run whole on every rank.
+        flops: share of the FLOPs in ops with a strategy that divides the work. An op whose rule has no formula counts
+            one for each element that it makes.
+        bytes: the same share, of the bytes that ops of the forward make.
     """
 
     nodes: int
@@ -54,13 +54,13 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Record:
-    """What became of one model.
+    """The results of one model.
 
     Args:
-        seconds: of the processor, for capture, all plans and all simulations.
-        sharded: what the plan on the largest mesh cuts.
-        equal: the meshes on which everything is equal to one device.
-        failures: by mesh, or under "capture".
+        seconds: processor time of the capture, all plans and all simulations.
+        sharded: a summary of what the plan on the last mesh cuts.
+        equal: the meshes on which everything equals one device.
+        failures: the error of each mesh that failed, or of "capture".
     """
 
     name: str
@@ -73,14 +73,14 @@ class Record:
 
     @property
     def is_well(self) -> bool:
-        """Equal on every mesh, and nearly all of it can be sharded."""
+        """Whether the model is equal on every mesh and nearly all of it can be sharded."""
         found = self.coverage
         everywhere = set(map(named, MESHES)) <= set(self.equal)
         return everywhere and found is not None and min(found.flops, found.bytes) >= LEAST
 
 
 def named(mesh: tuple[int, ...]) -> str:
-    """A mesh as the page writes it."""
+    """Format a mesh for the page."""
     return f"({', '.join(map(str, mesh))}{',' * (len(mesh) == 1)})"
 
 
@@ -109,7 +109,7 @@ def _can_be_cut(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def captured(entry: Entry) -> Subject:
-    """The entry's model with its capture and what one device gives."""
+    """Return the entry's model with its capture and the results of one device."""
     model, inputs = entry.made()
     with Promoted() if entry.dtype is torch.float64 else warnings.catch_warnings():
         capture = ColoTracer().capture(model, inputs)
@@ -120,7 +120,7 @@ def planned_on(of: Subject, shape: tuple[int, ...], time_limit_s: float = 10.0) 
     mesh = Mesh(shape)
     options = planner.Options(aliases=canonical_names(of.model), time_limit_s=time_limit_s, gap=0.1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # missing rules are in the record
+        warnings.simplefilter("ignore")  # the record has missing rules
         return planner.plan_graph(of.capture.graph, mesh, cluster_where_sharding_pays().sized(mesh.size), options)
 
 
@@ -128,7 +128,7 @@ def check(entry: Entry, of: Subject, shape: tuple[int, ...]) -> planner.Planned:
     """Plan on a mesh, simulate, and compare every output, gradient and buffer with one device.
 
     Raises:
-        AssertionError: they differ.
+        AssertionError: if they differ.
     """
     planned, mesh, graph = planned_on(of, shape), Mesh(shape), of.capture.graph
     outputs, result = simulate_program(passes.lower(planned.program, graph, mesh), graph, mesh, of.named(), 0)
@@ -138,7 +138,7 @@ def check(entry: Entry, of: Subject, shape: tuple[int, ...]) -> planner.Planned:
 
 
 def measure(entry: Entry, meshes: tuple[tuple[int, ...], ...] = MESHES) -> Record:
-    """Everything that the page says of a model; what fails is in the record."""
+    """Return everything that the page says about a model, failures included."""
     started = time.process_time()
     failures: dict[str, str] = {}
     equal: list[str] = []
@@ -146,7 +146,7 @@ def measure(entry: Entry, meshes: tuple[tuple[int, ...], ...] = MESHES) -> Recor
     try:
         of = captured(entry)
         found = coverage(of.capture.graph)
-    except Exception as error:  # noqa: BLE001  whatever fails is in the record
+    except Exception as error:  # noqa: BLE001  the record has every failure
         return Record(entry.name, entry.family, None, time.process_time() - started, "", (), {"capture": _text(error)})
     for shape in meshes:
         try:
@@ -163,7 +163,7 @@ def _text(error: Exception) -> str:
 
 
 def _sharded(of: Subject, planned: planner.Planned) -> str:
-    """How many parameters are stored in shards, and the specs of inputs and of the largest of them."""
+    """Describe how many parameters are stored in shards, and the specs of an input and of the largest parameters."""
     graph, tensors = of.capture.graph, planned.program.tensors
     specs = {i: tensors[i.node].spec for i in graph.inputs if i.kind in ("parameter", "input")}
     stored = {i: s for i, s in specs.items() if i.kind == "parameter"}

@@ -1,4 +1,4 @@
-"""Images, sound, and either together with text."""
+"""Models of images and sound, alone or with text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def spectra(name: str, *shape: int) -> Inputs:
 
 
 def said() -> Inputs:
-    """A wave form and its letters, whose number differs."""
+    """Return waveforms and their transcripts, whose lengths differ."""
     labels = torch.randint(1, VOCABULARY, (BATCH, 4))
     kept = torch.arange(4) < 2 + torch.arange(BATCH)[:, None] % 3
     return {"input_values": torch.randn(BATCH, 128), "labels": labels.where(kept, -100)}
@@ -62,7 +62,7 @@ def whisper() -> Inputs:
 
 
 def captions() -> Inputs:
-    """An image with a text each, and which belong together follows from their order."""
+    """Return images and texts that match by position."""
     return {
         "input_ids": token_ids(),
         "pixel_values": torch.randn(BATCH, 3, 12, 12),
@@ -81,7 +81,7 @@ def answered() -> Inputs:
 
 
 def llava() -> Inputs:
-    """Nine places in each text stand for the patches of its image."""
+    """Return texts in which nine positions stand for the patches of an image."""
     ids = token_ids(14)
     ids[:, 1:10] = VOCABULARY - 1
     ids[:, 10:] = ids[:, 10:].clamp(max=VOCABULARY - 2)

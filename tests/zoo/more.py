@@ -1,4 +1,4 @@
-"""More of what people write: generative models, detection, structured losses, reinforcement learning."""
+"""Generative models, detection, structured losses and reinforcement learning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Flow(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Vector quantisation with straight-through gradients (van den Oord et al. 2017), and counts of the codes."""
+    """Vector quantization with straight-through gradients (van den Oord et al. 2017) and code counts."""
 
     usage: Tensor
 
@@ -55,7 +55,7 @@ class Codebook(nn.Module):
 
 
 class Differential(nn.Module):
-    """A neural ordinary differential equation by steps of Runge and Kutta (Chen et al. 2018)."""
+    """A neural ordinary differential equation (Chen et al. 2018), solved by Runge-Kutta steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Differential(nn.Module):
 
 
 class Diffusion(nn.Module):
-    """A step of denoising diffusion (Ho et al. 2020): a U-Net with embedded times and attention over places."""
+    """A step of denoising diffusion (Ho et al. 2020): a U-Net with time embeddings and spatial attention."""
 
     kept: Tensor
 
@@ -103,7 +103,7 @@ class Diffusion(nn.Module):
 
 
 class Detector(nn.Module):
-    """Boxes matched to anchors, and the hardest negatives of each image (Liu et al. 2016)."""
+    """A detector that matches boxes to anchors and mines the hardest negatives of each image (Liu et al. 2016)."""
 
     anchors: Tensor
 
@@ -130,7 +130,7 @@ class Detector(nn.Module):
 
 
 class Tagger(nn.Module):
-    """A conditional random field: the sum over all paths of tags by recursion (Lafferty et al. 2001)."""
+    """A conditional random field, which sums over all paths of tags by recursion (Lafferty et al. 2001)."""
 
     def __init__(self, tags: int = 3) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Tagger(nn.Module):
 
 
 class Policy(nn.Module):
-    """A step of proximal policy optimisation (Schulman et al. 2017)."""
+    """A step of proximal policy optimization (Schulman et al. 2017)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Policy(nn.Module):
 
 
 class Masked(nn.Module):
-    """A masked autoencoder (He et al. 2022): half of the places are encoded, a token stands for the rest."""
+    """A masked autoencoder (He et al. 2022), which encodes half of the patches and replaces the rest by a token."""
 
     def __init__(self) -> None:
         super().__init__()

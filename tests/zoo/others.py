@@ -1,4 +1,4 @@
-"""Recurrent, U-shaped, adversarial, on graphs, of recommendations, and of physics, as people write them."""
+"""Recurrent networks, U-Nets, GANs, graph networks, recommenders and physics-informed networks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.zoo.entry import BATCH, SEQUENCE, VOCABULARY, Entry, Inputs, labels_o
 
 
 class Recurrent(nn.Module):
-    """A language model on a recurrent layer."""
+    """A language model with a recurrent layer."""
 
     def __init__(self, kind: type[nn.RNNBase], width: int = 16) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Recurrent(nn.Module):
 
 
 class Cells(nn.Module):
-    """The same by cells, in the user's own loop."""
+    """The same with recurrent cells in the user's own loop."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Cells(nn.Module):
 
 
 class UNet(nn.Module):
-    """Ronneberger et al. 2015: two levels, skip connections, transposed convolutions."""
+    """A U-Net (Ronneberger et al. 2015) with two levels, skip connections and transposed convolutions."""
 
     def __init__(self, width: int = 8, classes: int = 3) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class UNet(nn.Module):
 
 
 class AdversarialStep(nn.Module):
-    """One step of a GAN in one backward: each side's loss sees the other side detached (Goodfellow et al. 2014)."""
+    """One step of a GAN (Goodfellow et al. 2014) in one backward: each network's loss sees the other detached."""
 
     def __init__(self, noise: int = 6, width: int = 24) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class AdversarialStep(nn.Module):
 
 
 class GraphNetwork(nn.Module):
-    """Two graph convolutions by edge lists (Kipf and Welling 2017) and attention over neighbours."""
+    """Two graph convolutions on edge lists (Kipf and Welling 2017) and attention over neighbours."""
 
     def __init__(self, features: int = 12, width: int = 16, classes: int = 5) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class GraphNetwork(nn.Module):
 
 
 class Recommender(nn.Module):
-    """DLRM (Naumov et al. 2019): bags of categories from large tables, products of pairs, two perceptrons."""
+    """DLRM (Naumov et al. 2019): embedding bags from large tables, pairwise products and two MLPs."""
 
     def __init__(self, rows: tuple[int, ...] = (200, 96, 48), width: int = 16) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Recommender(nn.Module):
 
 
 class Physics(nn.Module):
-    """A physics-informed network (Raissi et al. 2019): the residual of u'' = f holds second derivatives of the net."""
+    """A physics-informed network (Raissi et al. 2019): the residual of u'' = f has its second derivatives."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Physics(nn.Module):
 
 
 class PhysicsByGrad(Physics):
-    """The same by ``torch.autograd.grad``, as most people write it."""
+    """The same with ``torch.autograd.grad``, as most people write it."""
 
     def forward(self, x: Tensor, force: Tensor) -> Tensor:
         x = x.detach().requires_grad_()

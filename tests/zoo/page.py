@@ -1,4 +1,4 @@
-"""The page of the documentation that shows what became of every model of the zoo."""
+"""The page of the documentation with the results of every model of the zoo."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADER = """| model | nodes | ops | without a rule | FLOPs | bytes | seconds | e
 
 
 def page(records: Sequence[Record], refused: Sequence[tuple[str, str]]) -> str:
-    """Return the page as Markdown; ``refused`` are models that give an error, with the reason."""
+    """Return the page as Markdown. ``refused`` lists models that raise an error, with the reason."""
     meshes = [named(m) for m in MESHES]
     text = TOP.format(
         meshes=f"{', '.join(meshes[:-1])} and {meshes[-1]}",

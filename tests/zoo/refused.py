@@ -1,4 +1,4 @@
-"""Models that cannot be captured: one of each kind, with what their error must say."""
+"""Models that cannot be captured, one of each kind, and what their errors must say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.zoo.media import TEXT, matched
 
 @dataclass(frozen=True)
 class Refused:
-    """A model, why it is refused, and words of the error."""
+    """A model, the reason why it is refused, and words that the error must contain."""
 
     entry: Entry
     why: str
@@ -27,12 +27,12 @@ class Refused:
 
 
 def voted() -> Inputs:
-    """Questions about images, whose answers have weights."""
+    """Return questions about images with weighted answers."""
     return matched() | {"labels": torch.rand(BATCH, CLASSES)}
 
 
 class Halting(nn.Module):
-    """Steps until every sample is done (Graves 2016)."""
+    """A network that runs steps until every sample is done (Graves 2016)."""
 
     def __init__(self) -> None:
         super().__init__()

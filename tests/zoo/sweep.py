@@ -1,4 +1,4 @@
-"""Measuring many models, in this process or in several."""
+"""Measure many models, in this process or in several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Meshes = tuple[tuple[int, ...], ...]
 
 
 def measured(names: Sequence[str], jobs: int, meshes: Meshes = MESHES) -> Iterator[Record]:
-    """A record of each model, as they come."""
+    """Yield the record of each model as soon as it is ready."""
     if jobs == 1:
         yield from (measure_one(n, meshes) for n in names)
         return

@@ -1,4 +1,4 @@
-"""Text: decoders, encoders, encoders with decoders, mixtures of experts, and state spaces."""
+"""Models of text: decoders, encoders, encoder-decoders, mixtures of experts, and state-space models."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def both(name: str, model: str, **sizes: object) -> Entry:
 
 
 def experts(name: str, model: str, **sizes: object) -> Entry:
-    """Their grouped product exists in float32 alone."""
+    """Return an entry that runs in float32, the only dtype of the grouped product over experts."""
     return hugging_face(name, "text, experts", model, language, dtype=torch.float32, **sizes)
 
 

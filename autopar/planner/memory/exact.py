@@ -218,7 +218,7 @@ class _Sweep:
         pending: dict[str, int] = {}
         for at, op in enumerate(self.program.ops):
             if at == self.backward:
-                order += [_Event(at, name) for name in self._waited_at_end("forward", pending)]
+                order += [_Event(at, name) for name in self._waited_at_end(pending)]
                 pending.clear()
             if op.kind != "input":
                 for name, is_window in self._waited_before(op):
@@ -228,7 +228,7 @@ class _Sweep:
             if op.is_collective:
                 pending[op.writes[0].name] = at
         end = len(self.program.ops)
-        return [*order, *(_Event(end, name) for name in self._waited_at_end("backward", pending)), _Event(end)]
+        return [*order, *(_Event(end, name) for name in self._waited_at_end(pending)), _Event(end)]
 
     def _waited_before(self, op: Op) -> Iterator[tuple[str, bool]]:
         """Yield what is waited for before ``op``, and whether it is rows of neighbours or their window, in order."""
@@ -237,7 +237,7 @@ class _Sweep:
             yield from ((name, True) for name in _window_names(op, i))
         yield from ((self.launch_of.get(name, name), False) for name in op.reads)
 
-    def _waited_at_end(self, phase: str, pending: Mapping[str, int]) -> list[str]:
+    def _waited_at_end(self, pending: Mapping[str, int]) -> list[str]:
         """Return what is still under way when a phase ends, in the order in which it is returned: results first."""
         results = (self.launch_of.get(name, name) for _, name in self.program.results)
         return list(dict.fromkeys([*(name for name in results if name in pending), *pending]))

@@ -68,7 +68,7 @@ def extract_collectives(program: Program) -> Parts:
     made = {t.name: i for i, op in enumerate(fixed) for t in op.writes}
     by = {t.name: i for i, op in enumerate(moved) for t in op.writes}
     first, level = _first_slots(moved, made, by, begins)
-    last, after = _last_slots(program, moved, fixed, by, ends)
+    last, after = _last_slots(moved, fixed, by, ends)
     collectives = []
     for i, op in enumerate(moved):
         kind: Kind = "middle"
@@ -118,7 +118,7 @@ def _first_slots(
 
 
 def _last_slots(
-    program: Program, moved: Sequence[Op], fixed: Sequence[Op], by: Mapping[str, int], ends: Mapping[Phase, int]
+    moved: Sequence[Op], fixed: Sequence[Op], by: Mapping[str, int], ends: Mapping[Phase, int]
 ) -> tuple[list[int], list[int]]:
     """Return the last slot of each collective, and how many wait for it one after the other."""
     last = [ends[op.phase] for op in moved]

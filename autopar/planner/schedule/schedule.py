@@ -434,8 +434,3 @@ def _without_unread(ops: Sequence[Op], results: Sequence[tuple[Output, str]]) ->
 
 def _redistributed(value: Value, spec: ShardingSpec, phase: Phase) -> str:
     return f"{value}|{spec}|{phase[0]}"
-
-
-def stored_spec(program: Program) -> Mapping[str, ShardingSpec]:
-    """Return the spec of every input of the program, by node."""
-    return {op.node: op.writes[0].spec for op in program.ops if op.kind == "input"}

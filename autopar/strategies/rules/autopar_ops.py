@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
+from autopar.sharding.local import local_length
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.combine import Combine, Gathered, Operand
-from autopar.strategies.localize import local_length, local_offset, local_shape
+from autopar.strategies.localize import local_offset, local_shape
 from autopar.strategies.registry import (
     LinearSets,
     LocalArg,

@@ -46,12 +46,10 @@ def kept(
     return tuple(n if i in dims else m for i, m in enumerate(shape))
 
 
-def local_counts(
-    strategy: Strategy, metas: Metas, dims: Sequence[int], mesh: Mesh, operand: int = 0
-) -> tuple[int, ...]:
-    """Return how many elements of ``dims`` each rank summarizes."""
-    spec, shape = strategy.inputs[operand], metas[operand].shape
-    return counts([(shape[d], spec.dims[d]) for d in dims], cutting(strategy, dims, operand), mesh)
+def local_counts(strategy: Strategy, metas: Metas, dims: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """Return how many elements of ``dims`` of the first operand each rank summarizes."""
+    spec, shape = strategy.inputs[0], metas[0].shape
+    return counts([(shape[d], spec.dims[d]) for d in dims], cutting(strategy, dims), mesh)
 
 
 def with_operands(args: Sequence[Any]) -> tuple[Any, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.sharding.local import local_length
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.localize import local_length, local_offset
+from autopar.strategies.localize import local_offset
 from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, OpName, aten, autopar, lowering, rule
 from autopar.strategies.rules.autopar_ops import replace_kwargs
 from autopar.strategies.rules.terms import names, replicated

@@ -14,10 +14,10 @@ from typing import Any, cast
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding.halo import Halo, Slide, Window, halo, own_rows, space_cuts
-from autopar.sharding.local import LocalChoice
+from autopar.sharding.local import LocalChoice, local_length
 from autopar.sharding.spec import ShardingSpec
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.localize import local_length, local_shape
+from autopar.strategies.localize import local_shape
 from autopar.strategies.registry import LinearSets, LocalArg, LocalCall, Metas, aten, lowering, rule, windows
 from autopar.strategies.rules.terms import int_arg, ints_arg
 

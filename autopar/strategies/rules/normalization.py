@@ -11,9 +11,10 @@ from typing import Any
 
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.sharding.local import local_length
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.combine import Combine, Operand
-from autopar.strategies.localize import local_length, operand
+from autopar.strategies.localize import operand
 from autopar.strategies.registry import LocalArg, LocalCall, Metas, Notation, aten, combining, lowering, rule
 from autopar.strategies.rules.combined import GATHERED, cutting, kept, local_counts, result, torch_dtype, wide
 from autopar.strategies.rules.terms import arg, int_arg, ints_arg

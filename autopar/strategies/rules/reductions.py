@@ -107,12 +107,12 @@ rule(aten.kthvalue, _one_of(2))
 rule(aten.mode, _one_of(1))
 
 
-def _along(position: int, cut: str = COMBINED, *, results: int = 1, default: int = 0, name: str = "dim") -> Notation:
+def _along(position: int, cut: str = COMBINED, *, results: int = 1, default: int = 0) -> Notation:
     """Return the rule of ops along one dim. All tensors have the same dims; ``cut`` is the format of that dim."""
 
     def notation(node: Node, metas: Metas) -> str:
         ndim = len(metas[0].shape)
-        at = dim_arg(node, position, ndim, default, name)
+        at = dim_arg(node, position, ndim, default)
         dims = " ".join(cut.format(d) if i == at else d for i, d in enumerate(names(ndim))) or "-"
         return f"{', '.join([dims] * len(metas))} -> {', '.join([dims] * results)}"
 

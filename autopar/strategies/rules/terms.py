@@ -54,9 +54,9 @@ def dim_arg(node: Node, position: int, ndim: int, default: int = 0, name: str = 
     return wrap(int_arg(node, position, default, name), ndim)
 
 
-def dims_arg(node: Node, position: int, ndim: int, name: str = "dim") -> tuple[int, ...]:
+def dims_arg(node: Node, position: int, ndim: int) -> tuple[int, ...]:
     """Return a list of dims, counted from the front; all dims if it is absent or empty."""
-    dims = ints_arg(node, position, name)
+    dims = ints_arg(node, position, "dim")
     return tuple(wrap(d, ndim) for d in dims) if dims else tuple(range(ndim))
 
 

@@ -149,16 +149,16 @@ _view(aten.broadcast_to, "... -> ...", arg1=0)
 # Slices: a dim that is not taken whole is never cut.
 
 
-def _kept(node: Node, metas: Metas, fixed: Sequence[int], results: int = 1) -> str:
+def _kept(metas: Metas, fixed: Sequence[int]) -> str:
     """Write the rule of ops that keep the dims. Those in ``fixed`` are never cut (their length may change)."""
     dims = names(len(metas[0].shape))
     after = [f"e{i}" if i in fixed else d for i, d in enumerate(dims)]
-    return f"{term(dims, fixed)} -> {', '.join([term(after, fixed)] * results)}"
+    return f"{term(dims, fixed)} -> {term(after, fixed)}"
 
 
 def _slice(node: Node, metas: Metas) -> str:
     dim = dim_arg(node, 1, len(metas[0].shape))
-    return _kept(node, metas, [dim] if metas[0].shape != _result(node).shape else [])
+    return _kept(metas, [dim] if metas[0].shape != _result(node).shape else [])
 
 
 def _split(node: Node, metas: Metas) -> str:
@@ -213,7 +213,7 @@ _view(aten.unfold, _unfold)
 
 def _slice_backward(node: Node, metas: Metas) -> str:
     dim = dim_arg(node, 2, len(metas[0].shape))
-    return _kept(node, metas, [dim] if metas[0].shape != _result(node).shape else [])
+    return _kept(metas, [dim] if metas[0].shape != _result(node).shape else [])
 
 
 def _select_backward(node: Node, metas: Metas) -> str:
@@ -299,19 +299,19 @@ def _stack(node: Node, metas: Metas) -> str:
 
 def _flip(node: Node, metas: Metas) -> str:
     ndim = len(metas[0].shape)
-    return _kept(node, metas, [wrap(d, ndim) for d in ints_arg(node, 1, "dims")])
+    return _kept(metas, [wrap(d, ndim) for d in ints_arg(node, 1, "dims")])
 
 
 def _roll(node: Node, metas: Metas) -> str:
     ndim = len(metas[0].shape)
     rolled = ints_arg(node, 2, "dims")
-    return _kept(node, metas, [wrap(d, ndim) for d in rolled] if rolled else range(ndim))
+    return _kept(metas, [wrap(d, ndim) for d in rolled] if rolled else range(ndim))
 
 
 def _pad(node: Node, metas: Metas) -> str:
     ndim = len(metas[0].shape)
     pads = ints_arg(node, 1, "pad")
-    return _kept(node, metas, [ndim - 1 - i // 2 for i, n in enumerate(pads) if n])
+    return _kept(metas, [ndim - 1 - i // 2 for i, n in enumerate(pads) if n])
 
 
 def _pad_sums(node: Node, metas: Metas) -> LinearSets:
@@ -380,7 +380,7 @@ _view(aten.view_as_complex, "... [parts] -> ...")
 
 def _transformed(node: Node, metas: Metas) -> str:
     ndim = len(metas[0].shape)
-    return _kept(node, metas, [wrap(d, ndim) for d in ints_arg(node, 1, "dim")])
+    return _kept(metas, [wrap(d, ndim) for d in ints_arg(node, 1, "dim")])
 
 
 for _op in (aten._fft_r2c, aten._fft_c2c, aten._fft_c2r):
