@@ -123,12 +123,15 @@ class Objective:
 
     Args:
         launch_share: the share of each reduction's launch that counts.
+        within: the sections of the phases, where those of another problem of the same graph are taken over. Costs of
+            both can be compared then, and a bound on one without a budget is one on the other.
         weights: the weights of the paths of all phases in turn to start from, later the best that were found.
     """
 
     decisions: Decisions
     prices: Prices
     launch_share: float = 1.0
+    within: Sections | None = None
     weights: Array = field(init=False)
     _sums: dict[bytes, Problem] = field(default_factory=dict)
     _tied: dict[int, tuple[Problem, Tied | None]] = field(default_factory=dict)
@@ -142,7 +145,7 @@ class Objective:
 
         With that problem's best ``choice`` given, some weight goes to the paths that are nearly the longest under it.
         """
-        if self._sections != other._sections:
+        if self.sections != other.sections:
             return
         self.weights = other.weights.copy()
         seconds = np.zeros(0) if choice is None else other.path_seconds(choice)
@@ -175,20 +178,21 @@ class Objective:
         return self._fewer[layers]
 
     @cached_property
-    def _sections(self) -> Sections:
-        return sections(self.decisions, self._runs)
+    def sections(self) -> Sections:
+        """Where the sections of each phase start."""
+        return self.within or sections(self.decisions, self._runs)
 
     @cached_property
     def _terms(self) -> TermAssignment:
-        return assign_terms(self.decisions, self._sections)
+        return assign_terms(self.decisions, self.sections)
 
     @cached_property
     def _order(self) -> dict[CostTerm, int]:
-        return {term: i for i, term in enumerate(cost_terms(self._sections, self.decisions.mesh.ndim))}
+        return {term: i for i, term in enumerate(cost_terms(self.sections, self.decisions.mesh.ndim))}
 
     @cached_property
     def _phases(self) -> list[PhasePaths]:
-        return phase_paths(self._sections, self.decisions.mesh.ndim, self.decisions.accumulation_steps)
+        return phase_paths(self.sections, self.decisions.mesh.ndim, self.decisions.accumulation_steps)
 
     @cached_property
     def _unhidden(self) -> Array:

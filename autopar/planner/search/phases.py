@@ -100,7 +100,7 @@ class Reruns:
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.free is not None
-        joint = Objective(search.with_reruns(), search.prices)
+        joint = Objective(search.with_reruns(), search.prices, within=search.objective.sections)
         ties = len(joint.decisions.variables) >= settings.TIES_LEAST
         joint.start_from(search.objective, state.free.solution.choice if ties else None)
         return replace(state, joint=joint)
@@ -219,13 +219,14 @@ class Joint:
             return state
         exposed, boundaries = 0, frozenset[int]()
         seeds: tuple[Choice, ...] = ()
+        weigh = self.per_option
         for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
             began = now()
             if began >= until or state.is_done(search):
                 break
             gap = state.wanted_gap(search)
             one = began + settings.ROUND_SHARE * (until - began)
-            reweigh = max(settings.REPAIR_GAP, gap) if self.per_option else None
+            reweigh = max(settings.REPAIR_GAP, gap) if weigh else None
             try:
                 found, state = solve_round(
                     search,
@@ -246,6 +247,10 @@ class Joint:
                 state = replace(state, bound=max(state.bound, least_s))
             over = found.memory.peak_bytes - search.budget
             state = state.with_plan(search, found)
+            if over <= 0 and not weigh and found.cost - least_s > max(gap, settings.WEIGH_GAP) * found.cost:
+                weigh, seeds = True, (found.solution.choice, *_choices(state.best, objective))
+                search.report("weights of the paths")
+                continue
             if over <= 0:
                 more, state = hides_more(search, state, active, found)
                 if not more or exposed == settings.EXPOSED_ROUNDS:

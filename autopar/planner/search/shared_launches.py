@@ -31,7 +31,7 @@ def sharing_launches(search: Search, state: SearchState, baselines: Sequence[Can
     if launched == 1.0:
         return []
     before = state.best.objective
-    objective = Objective(before.decisions, search.prices, launched)
+    objective = Objective(before.decisions, search.prices, launched, before.sections)
     objective.start_from(before)
     again = SearchState(hideable_s=state.hideable_s, free=state.free, free_s=state.free_s)
     if before is search.objective:

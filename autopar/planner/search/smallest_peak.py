@@ -45,7 +45,7 @@ def search_smallest_peak(
         begin: a choice that holds little; else that of the leanest baseline.
     """
     assert state.joint is not None
-    objective = Objective(state.joint.decisions, search.prices)
+    objective = Objective(state.joint.decisions, search.prices, within=search.objective.sections)
     state = replace(state, joint=objective, usage_prices=UsagePrices(), basis=None, hiding_parts=1, bound=0.0)
     best = _first(search, objective, begin)
     if best is not None:
