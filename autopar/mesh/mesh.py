@@ -65,6 +65,11 @@ class Mesh:
         c = self.coordinate(rank)
         return tuple(self.rank((*c[:axis], i, *c[axis + 1 :])) for i in range(self.shape[axis]))
 
+    def without(self, name: str) -> Mesh:
+        """Return the mesh of one coordinate along the axis ``name``; of one rank if there is no other axis."""
+        kept = [(n, label) for n, label in zip(self.shape, self.names, strict=True) if label != name]
+        return Mesh(*map(tuple, zip(*kept, strict=True))) if kept else Mesh((1,))
+
     def groups(self, axis: int) -> Iterator[tuple[int, ...]]:
         """Yield all groups along ``axis``."""
         for rank in range(self.size):

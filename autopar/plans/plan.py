@@ -111,7 +111,7 @@ class Plan(PlanRecord):
         """
         from autopar.plans.report import page
 
-        _write(path, page(self))
+        write_text(path, page(self))
 
     def _repr_html_(self) -> str:
         """Show the table, and the report to unfold, in a notebook."""
@@ -132,7 +132,7 @@ class Plan(PlanRecord):
             PlanError: if the file cannot be written.
         """
         codegen = importlib.import_module("autopar.codegen.write")  # codegen knows plans, so plans do not import it
-        _write(path, codegen.text_of(self.source, Path(path).name, kernels=bool(self.kernels)))
+        write_text(path, codegen.text_of(self.source, Path(path).name, kernels=bool(self.kernels)))
         return Path(path)
 
     def save(self, path: str | Path) -> None:
@@ -141,7 +141,7 @@ class Plan(PlanRecord):
         Raises:
             PlanError: if the file cannot be written.
         """
-        _write(path, self.to_json())
+        write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -160,10 +160,7 @@ class Plan(PlanRecord):
     @staticmethod
     def from_json(text: str, where: str = "text") -> Plan:
         """Read the plan that ``to_json`` wrote. Nothing in it is executed, and every field is checked."""
-        try:
-            data = json.loads(text, object_pairs_hook=_with_unique_keys, parse_constant=_constant)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise _not_a_plan(f"{where}: {error}") from None
+        data = read_json(text, where)
         if not isinstance(data, dict) or data.get("format") != "autopar-plan":
             raise _not_a_plan(where)
         if data.get("version") not in READABLE:
@@ -172,14 +169,14 @@ class Plan(PlanRecord):
                 found=f"format version {data.get('version')!s:.40}; this one reads {' and '.join(map(str, READABLE))}",
                 hint="plan again with this version, or install the version that saved the plan.",
             )
-        plan = _checked_read(lambda: _plan_from(data), where)
+        plan = checked_read(lambda: _plan_from(data), where)
         if data.get("digest") != plan.digest:
             raise PlanError(
                 "The plan's program does not match its digest.",
                 found=f"{where}: digest {data.get('digest')!s:.40}; that of the program is {plan.digest}",
                 hint=f'if you edited the program, write "digest": "{plan.digest}" into the file.',
             )
-        _checked_read(lambda: check_consistent(plan), where)
+        checked_read(lambda: check_consistent(plan), where)
         return plan
 
     def __str__(self) -> str:
@@ -191,7 +188,24 @@ class Plan(PlanRecord):
         return Plan.from_json, (self.to_json(),)
 
 
-def _write(path: str | Path, text: str) -> None:
+def read_json(text: str, where: str) -> Any:
+    """Return the data of a plan's text.
+
+    Raises:
+        PlanError: it is no JSON, or is ambiguous.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_with_unique_keys, parse_constant=_constant)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _not_a_plan(f"{where}: {error}") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        PlanError: it cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -204,7 +218,8 @@ def _not_a_plan(found: str) -> PlanError:
     return PlanError("This is not an autopar plan.", found=found, hint="save a plan with plan.save(path).")
 
 
-def _checked_read(read: Callable[[], T], where: str) -> T:
+def checked_read(read: Callable[[], T], where: str) -> T:
+    """Return what ``read`` makes of a plan's data; whatever it stumbles on is an error of the file."""
     try:
         return read()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AutoparError) as error:

@@ -21,12 +21,12 @@ def table(plan: PlanRecord, *, colour: bool = False) -> str:
     lines = [f"{plan.model} on mesh {plan.mesh}, cluster {plan.cluster}"]
     lines += [f"  {name:<12} {text}" for name, text in _head(plan)]
     lines += ["", *_layers(plan)]
-    lines += ["", *_columns(["collective", "phase", "axis", "launches", "bytes", "time"], _collectives(plan))]
+    lines += ["", *columns(["collective", "phase", "axis", "launches", "bytes", "time"], _collectives(plan))]
     if plan.candidates:
         lines += ["", "meshes tried: " + ", ".join(f"{m} {seconds(s)}" for m, s in plan.candidates)]
     lines += [f"note: {n}" for n in plan.notices]
-    lines = _wrapped(lines)
-    return "\n".join(_painted(lines) if colour else lines)
+    lines = wrapped(lines)
+    return "\n".join(painted(lines) if colour else lines)
 
 
 def trace_table(plan: PlanRecord) -> str:
@@ -35,7 +35,7 @@ def trace_table(plan: PlanRecord) -> str:
     for r in plan.trace:
         gap = "" if not r.cost else f"{max(1 - r.bound / r.cost, 0.0):.2%}"
         rows.append([r.phase, f"{r.work:.1f} s", "" if r.cost is None else seconds(r.cost), seconds(r.bound), gap])
-    return "\n".join(_columns(["phase of the search", "work", "best cost", "bound", "gap"], rows))
+    return "\n".join(columns(["phase of the search", "work", "best cost", "bound", "gap"], rows))
 
 
 def _head(plan: PlanRecord) -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def speed(plan: PlanRecord) -> str:
 
 def _layers(plan: PlanRecord) -> list[str]:
     if plan.facts is None:
-        return _columns(["parameter", "spec", "bytes a device"], _parameters(plan))
+        return columns(["parameter", "spec", "bytes a device"], _parameters(plan))
     body = []
     for row in rows(plan):
         copies = f"x {row.count}" if row.count > 1 else ""
@@ -86,7 +86,7 @@ def _layers(plan: PlanRecord) -> list[str]:
                 size(row.weight_bytes + row.held_bytes),
             ]
         )
-    return _columns(["layer", "", "weights", "output", "for backward", "sends", "time", "bytes"], body)
+    return columns(["layer", "", "weights", "output", "for backward", "sends", "time", "bytes"], body)
 
 
 def _parameters(plan: PlanRecord) -> list[list[str]]:
@@ -124,7 +124,8 @@ def _collectives(plan: PlanRecord) -> list[list[str]]:
     return body or [["none", "", "", "0", "0 B", "0 s"]]
 
 
-def _wrapped(lines: Sequence[str]) -> list[str]:
+def wrapped(lines: Sequence[str]) -> list[str]:
+    """Break lines that are wider than the table."""
     out: list[str] = []
     for line in lines:
         long = len(line) > WIDTH
@@ -132,7 +133,7 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
     return [line.rstrip() for line in out]
 
 
-def _columns(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+def columns(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """Align the columns. If they are too wide for a line, the widest column shrinks."""
     widths = [max(len(r[i]) for r in [head, *body]) for i in range(len(head))]
     while sum(widths) + 2 * len(widths) > WIDTH:
@@ -148,7 +149,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[-(width - 1) :]
 
 
-def _painted(lines: Sequence[str]) -> list[str]:
+def painted(lines: Sequence[str]) -> list[str]:
     """Add a terminal's colours: bold headings, faint rules, yellow notes."""
     out = []
     for i, line in enumerate(lines):
