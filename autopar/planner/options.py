@@ -41,6 +41,8 @@ class Options:
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
         accumulation_steps: micro-batches whose gradients add up before the optimizer steps.
         accumulators: specs in which they do, by parameter, where an earlier plan has decided them.
+        in_flight: micro-batches whose activations are held at once, between their forward and their backward, as by a
+            stage of a pipeline.
     """
 
     memory_budget_bytes: int | None = None
@@ -62,6 +64,7 @@ class Options:
     async_tensor_parallel: bool | Literal["auto", "always"] = "auto"
     accumulation_steps: int = 1
     accumulators: Mapping[str, str] = field(default_factory=dict)
+    in_flight: int = 1
 
     def dtype_of(self, place: Literal["reduce", "master"]) -> str | None:
         """In which gradients are reduced, or the weights are on which the optimizer steps; None where it is theirs."""

@@ -76,6 +76,14 @@ def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, st
     return replace(fullest, timeline=tuple(map(max, zip(*(p.timeline for p in found), strict=True))))
 
 
+def saved_bytes(program: Program, graph: Graph, mesh: Mesh, options: Options) -> int:
+    """Return the bytes that the fullest rank keeps for the backward of one micro-batch after its forward."""
+    sweeps = [_Sweep(program, graph, mesh, options, at=coordinate) for coordinate in unequal_ranks(program, mesh)]
+    for sweep in sweeps:
+        sweep.run()
+    return max(sweep.saved_bytes for sweep in sweeps)
+
+
 @dataclass(frozen=True)
 class Peak:
     """What is held at the peak of a program.
@@ -468,6 +476,7 @@ class _Sweep:
             made.setdefault(allocation.first, []).append(allocation)
             freed.setdefault(max(allocation.last, allocation.first), []).append(allocation)
         held = dict.fromkeys(KINDS, 0) | self._held_throughout()
+        held["activations"] += (self.options.in_flight - 1) * self.saved_bytes
         running = sum(held.values())
         timeline = [0] * (len(self.program.ops) + 1)
         best: tuple[int, int, dict[str, int]] = (-1, 0, held)
@@ -490,6 +499,13 @@ class _Sweep:
                 held[allocation.kind] -= allocation.nbytes
                 running -= allocation.nbytes
         return MemoryProfile(tuple(timeline), best[1], {k: v for k, v in best[2].items() if v})
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the forward keeps for the backward of one micro-batch, once the sweep has run."""
+        turn = self.op_at.get(self.backward, len(self.events))
+        kept = (a for a in self.allocations.values() if a.kind in ("activations", "inputs"))
+        return sum(a.nbytes for a in kept if a.first < turn <= a.last)
 
     def by_node(self) -> dict[tuple[str, str], int]:
         """Return the bytes that are held at the peak, by kind and node."""

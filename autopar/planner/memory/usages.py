@@ -72,12 +72,27 @@ class MemoryUsages:
         The i-th point is time i of the result.
         """
         found: list[Usage] = []
+        others = self.options.in_flight - 1
+        kept = self._kept() if others else ()
         for t, point in enumerate(points):
             there = np.flatnonzero((self.first <= point) & (point <= self.last)).tolist()
             found += [Usage(self.variables[i], self.sizes[i], t, t + 1) for i in there]
+            found += [Usage(self.variables[i], others * self.sizes[i], t, t + 1) for i in kept]
             found += _while_running(self.d, self.options, point, t)
         tick("usage", len(found))
         return tuple(found)
+
+
+    def _kept(self) -> list[int]:
+        """Return the indices of what is kept from the forward for the backward of one micro-batch."""
+        nodes = self.d.graph.nodes
+        turn = next((i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder"), len(nodes))
+        there = np.flatnonzero((self.first < turn - BEFORE) & (turn - BEFORE <= self.last)).tolist()
+        return [i for i in there if self.d.variables[self.variables[i]].kind in PER_MICRO_BATCH]
+
+
+PER_MICRO_BATCH = frozenset({"op", "copy", "hold", "received"})
+"""Kinds of variables whose memory each micro-batch in flight takes for itself."""
 
 
 def memory_usages(d: Decisions, options: Options, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
