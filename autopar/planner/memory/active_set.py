@@ -10,7 +10,7 @@ the option that causes these bytes, since other options may hold less there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -154,28 +154,6 @@ class ActiveSet:
             changed |= margin > self.margins.get(point, -1.0)
             self.margins[point] = max(margin, self.margins.get(point, 0.0))
         return changed
-
-    def peak_point(self, program: Program, timeline: Sequence[int]) -> ProgramPoint:
-        """Return the point at which ``program`` holds most."""
-        return _peaks(program, self.decisions.graph, timeline, max(timeline) - 1)[0][0]
-
-    def difference_from(self, point: ProgramPoint, choice: Sequence[int]) -> Callable[[Sequence[int]], float]:
-        """Return a function that gives how many more bytes another choice holds at ``point`` than ``choice``.
-
-        It sees what the constraints see.
-        """
-        held: dict[int, Array] = {}
-        for used in self.memory_usages.at_points((point,)):
-            held[used.node] = held.get(used.node, 0.0) + used.option
-        operands = self.redistributed.by_variable(point)
-
-        def difference(other: Sequence[int]) -> float:
-            changed = [v for v, (a, b) in enumerate(zip(other, choice, strict=True)) if a != b]
-            own = sum(float(held[v][other[v]] - held[v][choice[v]]) for v in changed if v in held)
-            touched = dict(operand for v in changed for operand in operands.get(v, ()))
-            return own + sum(bytes_of(other) - bytes_of(choice) for bytes_of in touched.values())
-
-        return difference
 
     def _responsible_variable(self, point: ProgramPoint, op: Op) -> int | None:
         """Return the variable whose option says most about what is held while ``op`` runs.

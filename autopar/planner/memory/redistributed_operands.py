@@ -9,9 +9,9 @@ redistributed into new memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -85,15 +85,6 @@ class RedistributedOperands:
     def bytes(self, choice: Sequence[int], point: ProgramPoint) -> float:
         """Return the bytes that all redistributed operands hold at ``point``."""
         return sum(self._bytes(operand, choice) for operand, _ in self._live_at((point,)))
-
-    def by_variable(self, point: ProgramPoint) -> Mapping[int, Sequence[tuple[int, Callable[[Sequence[int]], float]]]]:
-        """Return, by variable, the operands at ``point`` that depend on it: a number, and a function from choice to
-        bytes."""
-        found: dict[int, list[tuple[int, Callable[[Sequence[int]], float]]]] = {}
-        for i, (operand, _) in enumerate(self._live_at((point,))):
-            for variable in {operand.use.source, operand.use.target}:
-                found.setdefault(variable, []).append((i, partial(self._bytes, operand)))
-        return found
 
     def _bytes(self, operand: _Operand, choice: Sequence[int]) -> float:
         made, read = self._specs(operand, choice)
