@@ -199,6 +199,11 @@ class Cluster:
             )
         return replace(self, nodes=world_size // per_node, devices_per_node=per_node, fixed=True)
 
+    def part(self, ranks: int) -> Cluster:
+        """Return ``ranks`` neighbouring devices of this cluster, which has more."""
+        per_node = min(ranks, self.devices_per_node)
+        return replace(self, nodes=max(ranks // per_node, 1), devices_per_node=per_node, fixed=True)
+
     def _shared_by(self, processes: int) -> Cluster:
         share = min(1.0, self.devices_per_node / processes)
         device, intra = self.device, self.intra_node

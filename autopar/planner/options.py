@@ -43,6 +43,9 @@ class Options:
         accumulators: specs in which they do, by parameter, where an earlier plan has decided them.
         in_flight: micro-batches whose activations are held at once, between their forward and their backward, as by a
             stage of a pipeline.
+        held_batches: times the inputs that the caller holds: as many micro-batches are cut out of them.
+        seams: specs that the stage before has decided: ``received:NAME`` of what comes from it, ``gradient:NAME`` of
+            the gradient that it gets back.
     """
 
     memory_budget_bytes: int | None = None
@@ -65,6 +68,8 @@ class Options:
     accumulation_steps: int = 1
     accumulators: Mapping[str, str] = field(default_factory=dict)
     in_flight: int = 1
+    held_batches: int = 1
+    seams: Mapping[str, str] = field(default_factory=dict)
 
     def dtype_of(self, place: Literal["reduce", "master"]) -> str | None:
         """In which gradients are reduced, or the weights are on which the optimizer steps; None where it is theirs."""

@@ -71,7 +71,7 @@ def replan_nearby(
 def _open_options(planned: Planned, d: Decisions) -> Kept:
     """Return for each variable the option of ``planned``, or all options near variables that do not have it."""
     before, chosen = planned.decisions, planned.solution.choice
-    same = [_same_option(before, chosen, v) for v in d.variables]
+    same = [same_option(before, chosen, v) for v in d.variables]
     neighbours: list[set[int]] = [set() for _ in d.variables]
     for use in d.uses:
         neighbours[use.source].add(use.target)
@@ -86,7 +86,7 @@ def _open_options(planned: Planned, d: Decisions) -> Kept:
     ]
 
 
-def _same_option(before: Decisions, chosen: Sequence[int], v: Variable) -> int | None:
+def same_option(before: Decisions, chosen: Sequence[int], v: Variable) -> int | None:
     """Return the option of ``v`` that was chosen before, if it has it."""
     at = before.index.get(v.key)
     if at is None:

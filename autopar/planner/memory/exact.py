@@ -553,7 +553,8 @@ class _Sweep:
             elif meaning.kind in ("buffer", "constant"):
                 yield "buffers", op.node, tensor.meta.bytes
             elif meaning.kind not in ("tangent", "accumulator"):
-                yield "inputs", op.node, self._bytes(tensor) if self.options.batch == "local" else tensor.meta.bytes
+                held_bytes = self._bytes(tensor) if self.options.batch == "local" else tensor.meta.bytes
+                yield "inputs", op.node, held_bytes * (self.options.held_batches if meaning.kind == "input" else 1)
         yield "optimizer", "", optimizer_table_bytes(self.options.optimizer, trained)
 
     def _step(self) -> int:

@@ -82,7 +82,6 @@ class MemoryUsages:
         tick("usage", len(found))
         return tuple(found)
 
-
     def _kept(self) -> list[int]:
         """Return the indices of what is kept from the forward for the backward of one micro-batch."""
         nodes = self.d.graph.nodes
@@ -190,7 +189,8 @@ def _usages_of(
     elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
         meta = v.node.outputs[0]
         whole = v.kind == "input" and options.batch == "global"
-        yield np.full(len(v.options), float(meta.bytes)) if whole else sizes.made(meta, v.options, 0), 0, end
+        held = np.full(len(v.options), float(meta.bytes)) if whole else sizes.made(meta, v.options, 0)
+        yield held * (options.held_batches if v.kind == "input" else 1), 0, end
     elif v.kind == "copy" and v.value is not None:
         yield from _copy_usages(sizes, v, v.value, live)
     elif v.kind == "output" and v.value is not None:

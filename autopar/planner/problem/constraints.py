@@ -36,7 +36,7 @@ def resolve(graph: Graph, mesh: Mesh, constraints: Mapping[str, str], aliases: M
     """
     if not constraints:
         return Forced({}, {}, {})
-    names = _names(graph, aliases)
+    names = constrained_names(graph, aliases)
     chosen: dict[tuple[str, object], tuple[ShardingSpec, str]] = {}
     for pattern, text in constraints.items():
         for name, spec in _specs_of(graph, mesh, names, pattern, text).items():
@@ -98,16 +98,16 @@ def _specs_of(
     """Return the spec that a constraint forces on each name it matches."""
     styled = is_style(text)
     spec = ShardingSpec.replicated(0) if styled else _parsed(pattern, text)
-    matches = _matches(pattern, names)
-    if not matches:
+    found = matches(pattern, names)
+    if not found:
         raise _names_nothing(pattern, names)
     if not styled:
-        return dict.fromkeys([m for m in matches if names[m].ndim == spec.ndim] or matches[:1], spec)
+        return dict.fromkeys([m for m in found if names[m].ndim == spec.ndim] or found[:1], spec)
     if text.split(maxsplit=1)[0] in LAYER_STYLES:
-        matches = list(dict.fromkeys([*matches, *_parameters_of(graph, names, matches)]))
+        found = list(dict.fromkeys([*found, *_parameters_of(graph, names, found)]))
     return {
         m: style_spec(text, names[m].shape, mesh, graph, _parameter(graph, names[m]), m.rpartition(".")[0])
-        for m in matches
+        for m in found
     }
 
 
@@ -128,8 +128,8 @@ def without_constraint(
 ) -> dict[str, str]:
     """Return the constraints on everything but ``name``. A glob that matches it is spelled out for its other
     matches."""
-    names = _names(graph, aliases)
-    left_out = {names[n].key for n in _matches(name, names)}
+    names = constrained_names(graph, aliases)
+    left_out = {names[n].key for n in matches(name, names)}
     kept: dict[str, str] = {}
     for pattern, text in constraints.items():
         meant = _specs_of(graph, mesh, names, pattern, text)
@@ -140,7 +140,8 @@ def without_constraint(
     return kept
 
 
-def _matches(pattern: str, names: Mapping[str, object]) -> list[str]:
+def matches(pattern: str, names: Mapping[str, object]) -> list[str]:
+    """Return the names that a glob matches."""
     try:
         return [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
     except re.error:  # brackets that hold no range of characters
@@ -162,7 +163,7 @@ def _tie_note(name: str, aliases: Mapping[str, str]) -> str:
     return f" ({tied[0]} is tied to {aliases[tied[0]]})" if tied else ""
 
 
-def _names(graph: Graph, aliases: Mapping[str, str]) -> dict[str, _Target]:
+def constrained_names(graph: Graph, aliases: Mapping[str, str]) -> dict[str, _Target]:
     """Return everything that a constraint can name."""
     names: dict[str, _Target] = {}
     for module, node in module_outputs(graph).items():

@@ -1,0 +1,530 @@
+"""The search for a pipeline: micro-batches, the cut, the schedule, and the plan of every stage.
+
+One plan of the whole model for one micro-batch, on the mesh of a stage, tells the seconds and bytes of every block. A
+stage's optimum is affine in its blocks, so that sums of these are what any cut costs. The model is cut so that no rank
+takes longer than need be, each schedule is simulated exactly with the stages' own seconds, and those of the shortest
+are planned stage by stage. A stage takes the choices of the whole plan where they fit, and is searched where they don't.
+
+The whole model with as many micro-batches in flight as there are ranks, on a device that has the memory of all ranks
+of the pipeline, holds what the ranks hold together. So the whole plan is made for that budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.cost_models import CollectiveCosts
+from autopar.errors import AutoparError, InfeasibleError, PlanError
+from autopar.ir import Graph
+from autopar.mesh import Cluster, Mesh
+from autopar.pipelines.actions import Schedule
+from autopar.pipelines.makespan import Costs, in_flight, simulate
+from autopar.pipelines.orders import schedule
+from autopar.pipelines.partition import balanced, partition_uniform
+from autopar.pipelines.request import AUTO, AXIS, Pipeline
+from autopar.planner.footprint.state import state_bytes
+from autopar.planner.graphs.accumulation import with_gradient_sums
+from autopar.planner.graphs.dataflow import batch_size
+from autopar.planner.memory.exact import profile
+from autopar.planner.options import Options
+from autopar.planner.pipeline.blocks import BlockCosts, block_costs
+from autopar.planner.pipeline.carry import carried
+from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
+from autopar.planner.pipeline.parts import Parts, parts_of
+from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import constrained_names, matches
+from autopar.planner.search.candidates import budget_bytes
+from autopar.planner.search.forms import plan_forms
+from autopar.planner.search.search import Planned
+from autopar.planner.search.state import Progress
+from autopar.program import LocalTensor
+from autopar.solver.clock import limited, now
+
+TRIED = 3
+"""Cuts and schedules whose stages are planned, the shortest by estimate first."""
+
+CHUNKS_TRIED = (2, 4)
+"""Stages a rank that interleaved schedules are tried with."""
+
+WHOLE_SHARE = 0.4
+"""Share of the time limit for the plans of the whole model."""
+
+NEARLY_FITS = 1.05
+"""Times the budget up to which a pipeline is estimated to fit: its stages are planned exactly afterwards."""
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """A pipeline that was found. Seconds and bytes.
+
+    Args:
+        micro: what one micro-batch computes.
+        stages: the graphs of the stages, with the sums of their gradients.
+        planned: the plan of each stage.
+        seconds: of a step; ``bound``: that no pipeline of these ranks and micro-batches can beat.
+        peaks: by rank along the pipeline.
+        considered: other pipelines, with the seconds that they were estimated to take.
+    """
+
+    micro: MicroBatch
+    seams: Seams
+    starts: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    planned: tuple[Planned, ...]
+    schedule: Schedule
+    costs: Costs
+    seconds: float
+    bound: float
+    peaks: tuple[int, ...]
+    considered: tuple[tuple[str, float], ...] = ()
+
+
+def plan_pipeline(
+    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, asked: Pipeline, report: Progress | None = None
+) -> PlannedPipeline:
+    """Return the shortest pipeline that was found within the memory budget of every device.
+
+    Args:
+        graph: of the whole batch, without sums of gradients.
+        mesh: with the axis ``pp``.
+
+    Raises:
+        PlanError: what is asked does not fit the model or the batch.
+        InfeasibleError: no pipeline fits the budget.
+    """
+    with limited(options.time_limit_s):
+        return _PipelineSearch(graph, mesh, cluster, options, asked, report or (lambda _: None)).run()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The plan of the whole model for one micro-batch, on the mesh of a stage.
+
+    Args:
+        bound: seconds that no plan of it can beat, whatever it holds.
+    """
+
+    micro: MicroBatch
+    seams: Seams
+    planned: Planned
+    blocks: tuple[BlockCosts, ...]
+    bound: float
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A cut and a schedule with what they are estimated to cost."""
+
+    whole: _Whole
+    starts: tuple[int, ...]
+    schedule: Schedule
+    costs: Costs
+    seconds: float
+    peaks: tuple[float, ...]
+
+    def __str__(self) -> str:
+        s = self.schedule
+        chunks = f" x {s.stages // s.ranks}" if s.stages > s.ranks else ""
+        return f"{s.name}{chunks} of {s.micro_batches} micro-batches"
+
+
+@dataclass
+class _PipelineSearch:
+    graph: Graph
+    mesh: Mesh
+    cluster: Cluster
+    options: Options
+    asked: Pipeline
+    report: Progress
+    known: dict[object, tuple[Planned, Stage]] = field(default_factory=dict)
+
+    @cached_property
+    def ranks(self) -> int:
+        return self.mesh.shape[self.mesh.names.index(AXIS)]
+
+    @cached_property
+    def stage_mesh(self) -> Mesh:
+        return self.mesh.without(AXIS)
+
+    @cached_property
+    def stage_cluster(self) -> Cluster:
+        return self.cluster.sized(self.mesh.size).part(self.stage_mesh.size)
+
+    @cached_property
+    def budget(self) -> float:
+        return budget_bytes(self.cluster, self.options)
+
+    @cached_property
+    def overlap(self) -> float:
+        return Prices(self.stage_mesh, self.stage_cluster, self.options.backend, self.options.decomposed).overlap
+
+    def run(self) -> PlannedPipeline:
+        began = now()
+        drawn: list[_Drawn] = []
+        refused: list[AutoparError] = []
+        best_s = math.inf
+        for m in self._micro_batch_counts():
+            if drawn and now() - began > WHOLE_SHARE * self.options.time_limit_s:
+                break
+            try:
+                whole = self._whole(m)
+            except (InfeasibleError, PlanError) as error:
+                if self.asked.micro_batches != AUTO:
+                    raise
+                refused.append(error)
+                continue
+            found = list(self._drawn(whole))
+            drawn += found
+            shortest = min((d.seconds for d in found), default=math.inf)
+            if shortest > best_s:
+                break
+            best_s = min(best_s, shortest)
+        if not drawn:
+            raise refused[0] if refused else self._no_schedule()
+        return self._planned(drawn)
+
+    def _no_schedule(self) -> PlanError:
+        return PlanError(
+            "No pipeline schedule fits this model.",
+            found=f"{self.ranks} ranks along pp, batch {batch_size(self.graph)}",
+            hint="take fewer stages, or another number of micro-batches.",
+        )
+
+    def _micro_batch_counts(self) -> Iterator[int]:
+        """Yield the numbers of micro-batches to try; with fewer samples each a step takes longer sooner or later."""
+        if self.asked.micro_batches != AUTO:
+            yield int(self.asked.micro_batches)
+            return
+        batch = batch_size(self.graph)
+        wanted = [m for m in range(1, max(batch, 1) + 1) if batch % m == 0]
+        many = [m for m in wanted if m >= self.ranks] or wanted[-1:]
+        tried: list[int] = []
+        for times in (2, 4, 8, 16):
+            near = min(many, key=lambda m: (abs(math.log(m / (times * self.ranks))), m))
+            if near not in tried:
+                tried.append(near)
+        yield from tried
+
+    def _whole(self, m: int) -> _Whole:
+        self.report(f"{m} micro-batches")
+        micro = micro_batch(self.graph, m)
+        graph = with_gradient_sums(micro.graph, m * self.options.accumulation_steps, self.options.dtype_of("reduce"))
+        places = seams(micro.graph)
+        options = replace(
+            self._stage_options(m, self.ranks),
+            memory_budget_bytes=int(self.budget * self.ranks),
+            time_limit_s=self.options.time_limit_s * WHOLE_SHARE,
+        )
+        planned = plan_forms(graph, self.stage_mesh, self.stage_cluster, options)
+        block_of = _block_of(planned.decisions.graph, places)
+        blocks = block_costs(planned.program, planned.decisions.graph, self.stage_mesh, options, self.overlap, block_of)
+        blocks += (BlockCosts(),) * (len(places.blocks) - len(blocks))
+        free = planned.trace[0].bound if planned.trace else planned.solution.lower_bound
+        return _Whole(micro, places, planned, blocks, min(free, planned.solution.lower_bound) or free)
+
+    def _stage_options(self, m: int, k: int) -> Options:
+        return replace(
+            self.options,
+            accumulation_steps=m * self.options.accumulation_steps,
+            in_flight=min(k, m),
+            held_batches=m,
+            compare=False,
+        )
+
+    def _drawn(self, whole: _Whole) -> Iterator[_Drawn]:
+        """Yield every cut and schedule that was asked for, or that may pay, with its estimated seconds."""
+        m = whole.micro.micro_batches
+        for name, chunks in self._schedules(m, len(whole.blocks)):
+            starts = self._starts(whole, name, chunks)
+            costs = self._estimate(whole, starts)
+            try:
+                made = schedule(name, self.ranks, m, chunks, costs, self._caps(whole, starts, costs, name))
+            except PlanError:
+                if self.asked.schedule == name:
+                    raise
+                continue
+            peaks = self._estimated_peaks(whole, starts, made, costs)
+            yield _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
+
+    def _schedules(self, m: int, blocks: int) -> Iterator[tuple[str, int]]:
+        asked, chunks = self.asked.schedule, self.asked.chunks
+        names = ("1f1b", "zb", "listed", "gpipe", "interleaved", "zbv") if asked == AUTO else (asked,)
+        for name in names:
+            several = {"interleaved": CHUNKS_TRIED, "zbv": (2,)}.get(name, (1,))
+            for count in several if chunks == AUTO else (int(chunks),):
+                explicit = asked != AUTO and chunks != AUTO
+                if chunks != AUTO and asked == AUTO and count not in several and name != "interleaved":
+                    continue
+                if explicit or asked != AUTO or self.ranks * count <= blocks:
+                    if self.ranks * count > blocks and not (count == several[0] or explicit):
+                        continue
+                    yield name, count
+
+    def _starts(self, whole: _Whole, name: str, chunks: int) -> tuple[int, ...]:
+        stages = self.ranks * chunks
+        split = self.asked.split
+        if not isinstance(split, str):
+            starts = split_at(whole.micro.graph, whole.seams, split)
+            if len(starts) != stages:
+                raise PlanError(
+                    f"The split makes {len(starts)} stages, and the pipeline has {stages}.",
+                    found=", ".join(split),
+                    hint=f"name {stages - 1} modules, the first of each stage but the first.",
+                )
+            return starts
+        if stages > len(whole.blocks):
+            raise PlanError(
+                f"The model has {len(whole.blocks)} blocks, and the pipeline {stages} stages.",
+                found=f"{self.ranks} ranks along pp" + (f", {chunks} stages a rank" if chunks > 1 else ""),
+                hint=f"take at most {len(whole.blocks)} stages.",
+            )
+        if split == "uniform":
+            return tuple(
+                sorted(
+                    start for ranges in partition_uniform(len(whole.blocks), self.ranks, chunks) for start, _ in ranges
+                )
+            )
+        return balanced([b.seconds for b in whole.blocks], self.ranks, chunks=chunks, folded=name == "zbv")
+
+    def _estimate(self, whole: _Whole, starts: Sequence[int]) -> Costs:
+        stages = [_total(whole.blocks[a:b]) for a, b in _ranges(starts, len(whole.blocks))]
+        sends = [self._send_s(whole.seams.bytes[at - 1] / self.stage_mesh.size) for at in starts[1:]]
+        return Costs(
+            forward=tuple(s.forward for s in stages),
+            backward_input=tuple(s.backward_input for s in stages),
+            backward_weight=tuple(s.backward_weight for s in stages),
+            send=tuple(sends),
+            held=tuple(float(s.held) for s in stages),
+            kept=tuple(float(s.held) for s in stages),
+        )
+
+    def _send_s(self, nbytes: float) -> float:
+        costs = CollectiveCosts(self.mesh, self.cluster.sized(self.mesh.size))
+        return costs.seconds("permute", nbytes, self.mesh.names.index(AXIS))
+
+    def _caps(self, whole: _Whole, starts: Sequence[int], costs: Costs, name: str) -> tuple[float, ...]:
+        """Return the bytes that micro-batches in flight may take on each rank."""
+        chunks = len(starts) // self.ranks
+        static = [0.0] * self.ranks
+        for stage, (a, b) in enumerate(_ranges(starts, len(whole.blocks))):
+            static[_rank_of(stage, self.ranks, name)] += _total(whole.blocks[a:b]).static
+        least = [0.0] * self.ranks
+        for stage in range(self.ranks * chunks):
+            least[_rank_of(stage, self.ranks, name)] += costs.held[stage]
+        return tuple(max(self.budget - s, h) for s, h in zip(static, least, strict=True))
+
+    def _estimated_peaks(self, whole: _Whole, starts: Sequence[int], made: Schedule, costs: Costs) -> tuple[float, ...]:
+        peaks = [0.0] * made.ranks
+        for stage, ((a, b), k) in enumerate(zip(_ranges(starts, len(whole.blocks)), in_flight(made), strict=True)):
+            peaks[made.rank_of[stage]] += _total(whole.blocks[a:b]).static + k * costs.held[stage]
+        return tuple(peaks)
+
+    def _planned(self, drawn: Sequence[_Drawn]) -> PlannedPipeline:
+        """Plan the stages of the shortest pipelines, and return the shortest of those that fit."""
+        fitting = [d for d in drawn if max(d.peaks) <= NEARLY_FITS * self.budget]
+        ranked = sorted(fitting, key=lambda d: d.seconds) or sorted(drawn, key=lambda d: max(d.peaks))
+        ends = now() + (1 - WHOLE_SHARE) * self.options.time_limit_s
+        best: PlannedPipeline | None = None
+        refused: InfeasibleError | None = None
+        for i, d in enumerate(ranked[:TRIED]):
+            if best is not None and (d.seconds >= best.seconds or now() > ends):
+                break
+            try:
+                found = self._with_stages(d, max((ends - now()) / (min(TRIED, len(ranked)) - i), 1.0))
+            except InfeasibleError as error:
+                refused = error
+                continue
+            if best is None or found.seconds < best.seconds:
+                best = found
+        if best is None:
+            assert refused is not None
+            raise refused
+        others = {str(d): d.seconds for d in sorted(drawn, key=lambda d: -d.seconds)}
+        return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])))
+
+    def _with_stages(self, d: _Drawn, time_limit_s: float) -> PlannedPipeline:
+        graphs = cut(d.whole.micro.graph, d.whole.seams, d.starts)
+        m = d.schedule.micro_batches
+        flying = in_flight(d.schedule)
+        n = m * self.options.accumulation_steps
+        stages, planned = [], []
+        specs: dict[str, str] = {}
+        for s, stage in enumerate(graphs):
+            self.report(f"stage {s} of {len(graphs)}, {d}")
+            summing = replace(stage, graph=with_gradient_sums(stage.graph, n, self.options.dtype_of("reduce")))
+            share = self._share_of_budget(d, s)
+            options = replace(
+                self._stage_options(m, flying[s]),
+                memory_budget_bytes=int(share),
+                time_limit_s=time_limit_s / len(graphs),
+                constraints=_those_of(summing.graph, self.options),
+            )
+            found = self._stage(d.whole, summing, options, specs)
+            stages.append(summing)
+            planned.append(found)
+            specs = seam_specs(summing, found)
+        return self._result(d, tuple(stages), tuple(planned))
+
+    def _share_of_budget(self, d: _Drawn, stage: int) -> float:
+        """Return the bytes that a stage may take of its rank's: all that the rank's other stages leave."""
+        rank, flying = d.schedule.rank_of[stage], in_flight(d.schedule)
+        ranges = _ranges(d.starts, len(d.whole.blocks))
+        others = (
+            _total(d.whole.blocks[a:b]).static + flying[s] * d.costs.held[s]
+            for s, (a, b) in enumerate(ranges)
+            if s != stage and d.schedule.rank_of[s] == rank
+        )
+        return max(self.budget - sum(others), 0.05 * self.budget)
+
+    def _stage(self, whole: _Whole, stage: Stage, options: Options, specs: Mapping[str, str]) -> Planned:
+        options = replace(options, seams=dict(specs))
+        found = carried(whole.planned, stage.graph, self.stage_mesh, self.stage_cluster, options)
+        if found is not None and found.memory.peak_bytes <= budget_bytes(self.stage_cluster, options):
+            return found
+        return plan_forms(stage.graph, self.stage_mesh, self.stage_cluster, options)
+
+    def _result(self, d: _Drawn, stages: tuple[Stage, ...], planned: tuple[Planned, ...]) -> PlannedPipeline:
+        m = d.schedule.micro_batches
+        parts = [
+            parts_of(p.program, p.decisions.graph, self.stage_mesh, self._stage_options(m, 1), self.overlap)
+            for p in planned
+        ]
+        costs = Costs(
+            forward=tuple(p.forward for p in parts),
+            backward_input=tuple(p.backward_input for p in parts),
+            backward_weight=tuple(p.backward_weight for p in parts),
+            send=tuple(self._send_s(self._message_bytes(s, p)) for s, p in zip(stages[:-1], planned[:-1], strict=True)),
+            held=tuple(float(p.held) for p in parts),
+            kept=tuple(float(p.kept) for p in parts),
+            last_backward=tuple(p.delivery for p in parts),
+        )
+        made = d.schedule
+        if made.name == "listed":
+            made = schedule(
+                "listed",
+                made.ranks,
+                m,
+                made.stages // made.ranks,
+                costs,
+                self._caps(d.whole, d.starts, costs, "listed"),
+            )
+        peaks = self._peaks(made, stages, planned, parts)
+        if max(peaks) > self.budget:
+            raise _over(peaks, self.budget, made)
+        seconds = simulate(made, costs).seconds
+        return PlannedPipeline(
+            d.whole.micro,
+            d.whole.seams,
+            d.starts,
+            stages,
+            planned,
+            made,
+            costs,
+            seconds,
+            min(d.whole.bound * m / self.ranks, seconds),
+            peaks,
+        )
+
+    def _message_bytes(self, stage: Stage, planned: Planned) -> int:
+        """Return the bytes of a rank's part of what goes to the next stage, or of the gradients that come back."""
+        sizes = {o.name: planned.program.tensors[name].bytes for o, name in planned.program.results if o.kind == "sent"}
+        back = [t.bytes for name, t in _inputs(planned, "tangent") if name in stage.takes]
+        return max(sum(sizes.values()), sum(back))
+
+    def _peaks(
+        self, made: Schedule, stages: Sequence[Stage], planned: Sequence[Planned], parts: Sequence[Parts]
+    ) -> tuple[int, ...]:
+        """Return the most bytes that a device of each rank holds.
+
+        While a stage runs, it holds its own peak, and what its other micro-batches in flight and the other stages of
+        the rank keep; and one message ahead in each direction.
+        """
+        options = self._stage_options(made.micro_batches, 1)
+        alone = [profile(p.program, p.decisions.graph, self.stage_mesh, options).peak_bytes for p in planned]
+        static = [_static_bytes(p, self.stage_mesh, options) for p in planned]
+        messages = [
+            sum(t.bytes for _, t in _inputs(p, "received"))
+            + sum(t.bytes for name, t in _inputs(p, "tangent") if name in stage.takes)
+            for stage, p in zip(stages, planned, strict=True)
+        ]
+        peaks = []
+        for rank, actions in enumerate(made.order):
+            mine = [s for s, r in enumerate(made.rank_of) if r == rank]
+            flying = dict.fromkeys(mine, 0)
+            most = 0
+            for kind, s, _ in actions:
+                flying[s] += kind == "F"
+                others = sum(static[t] + flying[t] * parts[t].held for t in mine if t != s)
+                most = max(most, alone[s] + max(flying[s] - 1, 0) * parts[s].held + others)
+                flying[s] -= kind in ("B", "W")
+            peaks.append(most + sum(messages[s] for s in mine))
+        return tuple(peaks)
+
+
+def _inputs(planned: Planned, kind: str) -> Iterator[tuple[str, LocalTensor]]:
+    """Yield the name and the tensor of every input of a kind."""
+    graph = planned.decisions.graph
+    for op in planned.program.ops:
+        if op.kind == "input" and graph.input_of[op.node].kind == kind:
+            yield graph.input_of[op.node].name, op.writes[0]
+
+
+def _static_bytes(planned: Planned, mesh: Mesh, options: Options) -> int:
+    """Return the bytes of a stage's parameters with their optimizer state and gradients, or the sums of these."""
+    graph, total = planned.decisions.graph, 0
+    sums = {name: tensor.bytes for name, tensor in _inputs(planned, "accumulator")}
+    for op in planned.program.ops:
+        meaning = graph.input_of.get(op.node)
+        if op.kind == "input" and meaning is not None and meaning.kind == "parameter":
+            tensor = op.writes[0]
+            s = state_bytes(tensor.meta, tensor.spec, mesh, meaning.trainable, options)
+            total += s.parameter + s.optimizer + max(s.gradient, sums.get(meaning.name, 0))
+    return total
+
+
+def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:
+    """Return the specs that the next stage takes over: of what it receives, and of the gradients that it returns."""
+    tensors = planned.program.tensors
+    sent = {f"received:{o.name}": str(tensors[name].spec) for o, name in planned.program.results if o.kind == "sent"}
+    back = {f"gradient:{name}": str(t.spec) for name, t in _inputs(planned, "tangent") if name in stage.takes}
+    return sent | back
+
+
+def _those_of(graph: Graph, options: Options) -> dict[str, str]:
+    """Return the constraints that name something in a stage; the whole plan was made with all of them."""
+    names = constrained_names(graph, options.aliases)
+    return {pattern: spec for pattern, spec in options.constraints.items() if matches(pattern, names)}
+
+
+def _block_of(graph: Graph, places: Seams) -> Mapping[str, int]:
+    """Return the block of every node, also of those that the planned form of the graph has of its own."""
+    found = dict(places.block_of)
+    for node in graph.nodes:
+        if node.name not in found and node.op != "placeholder":
+            made = [found[v.node] for v in node.inputs if v.node in found]
+            if made:
+                found[node.name] = max(made)
+    return found
+
+
+def _ranges(starts: Sequence[int], blocks: int) -> list[tuple[int, int]]:
+    return list(zip(starts, [*starts[1:], blocks], strict=True))
+
+
+def _total(blocks: Sequence[BlockCosts]) -> BlockCosts:
+    return sum(blocks, BlockCosts())
+
+
+def _over(peaks: Sequence[int], budget: float, made: Schedule) -> InfeasibleError:
+    rank = max(range(len(peaks)), key=lambda r: peaks[r])
+    error = InfeasibleError(
+        f"Rank {rank} of the pipeline holds more than its memory budget.",
+        found=f"{peaks[rank] / 2**30:.2f} GiB with the schedule {made.name} of {made.micro_batches} micro-batches, "
+        f"budget {budget / 2**30:.2f} GiB",
+        hint="take more stages, more micro-batches, or a larger memory_budget.",
+    )
+    return error
