@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from autopar.comparison import compare
     from autopar.errors import AutoparError
     from autopar.mesh import Cluster
+    from autopar.pipelines.request import Pipeline
     from autopar.plan_options import PlanOptions
     from autopar.plans import Plan
+    from autopar.plans.pipeline import PipelinePlan
     from autopar.precision import MixedPrecision
     from autopar.runtime.safetensors import load_safetensors
     from autopar.strategies import register_rule
@@ -27,6 +29,8 @@ _HOMES = {
     "Cluster": "mesh",
     "ColoTracer": "tracer",
     "MixedPrecision": "precision",
+    "Pipeline": "pipelines.request",
+    "PipelinePlan": "plans.pipeline",
     "Plan": "plans",
     "PlanOptions": "plan_options",
     "autoparallelize": "api",
@@ -45,6 +49,8 @@ __all__ = [
     "Cluster",
     "ColoTracer",
     "MixedPrecision",
+    "Pipeline",
+    "PipelinePlan",
     "Plan",
     "PlanOptions",
     "autoparallelize",

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from autopar.arguments import as_bytes, as_constraints, as_optimizer, canonical_names
 from autopar.errors import AutoparError
+from autopar.pipelines.request import as_pipeline
 from autopar.planner import Options
 from autopar.planner.ranges import as_ranges
 from autopar.planner.search.settings import TRAINING_STEPS
@@ -59,6 +60,8 @@ class PlanOptions(TypedDict, total=False):
         search: ``"joint"``, the default, chooses shardings and what to keep, recompute or offload together;
             ``"two-stage"`` chooses shardings first; ``"baseline:NAME"`` takes a known way to train in parallel, such
             as ``"baseline:ZeRO-3"``.
+        pipeline: ``"auto"``, a number of stages, or an ``autopar.Pipeline``. A mesh with an axis named ``pp`` asks for
+            ``"auto"``; without a mesh, None, the default, tries pipelines where they can pay.
     """
 
     memory_budget: int | str | None
@@ -76,6 +79,7 @@ class PlanOptions(TypedDict, total=False):
     solver: str
     gap: float
     search: str
+    pipeline: Any
 
 
 _READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -85,6 +89,7 @@ _READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "constraints": ("constraints", as_constraints),
     "time_limit": ("time_limit_s", lambda seconds: seconds),
     "solver": ("solver", solver_name),
+    "pipeline": ("pipeline", as_pipeline),
 }
 """Options that the planner takes under another name or in another form: that name, and what reads the user's value."""
 
@@ -95,6 +100,7 @@ _DEFAULTS = {
     "mixed_precision": None,
     "constraints": None,
     "dynamic_shapes": None,
+    "pipeline": None,
 }
 
 _F = TypeVar("_F", bound=Callable[..., Any])

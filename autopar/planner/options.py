@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Literal
 
 from autopar.errors import AutoparError
+from autopar.pipelines.request import Pipeline
 from autopar.planner.ranges import Ranges
 
 
@@ -44,6 +45,7 @@ class Options:
         in_flight: micro-batches whose activations are held at once, between their forward and their backward, as by a
             stage of a pipeline.
         held_batches: times the inputs that the caller holds: as many micro-batches are cut out of them.
+        pipeline: what the user asks of a pipeline; None asks for none.
         seams: specs that the stage before has decided: ``received:NAME`` of what comes from it, ``gradient:NAME`` of
             the gradient that it gets back.
     """
@@ -69,6 +71,7 @@ class Options:
     accumulators: Mapping[str, str] = field(default_factory=dict)
     in_flight: int = 1
     held_batches: int = 1
+    pipeline: Pipeline | None = None
     seams: Mapping[str, str] = field(default_factory=dict)
 
     def dtype_of(self, place: Literal["reduce", "master"]) -> str | None:
