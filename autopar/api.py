@@ -33,7 +33,9 @@ from autopar.planning import (
     with_shared,
     world_of,
 )
+from autopar.pipelining import is_pipelined, planned_as_pipeline, with_pipelines
 from autopar.plans import Plan
+from autopar.plans.pipeline import PipelinePlan
 from autopar.precision import stored_dtype
 from autopar.remedies import Request, planned_or_remedied
 from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks, world_size
@@ -58,7 +60,7 @@ def plan(
     compare: bool = False,
     progress: Callable[[str], None] | None = None,
     **options: Unpack[PlanOptions],
-) -> Plan:
+) -> Plan | PipelinePlan:
     """Plan how ``model`` trains on a cluster; needs no process group and no GPU, and allocates nothing.
 
     Args:
@@ -68,6 +70,9 @@ def plan(
         progress: is called with the name of each stage of the search.
         options: see ``autopar.PlanOptions``.
 
+    Returns:
+        A ``PipelinePlan`` where the mesh has an axis ``pp``, or where a pipeline is the fastest that was found.
+
     Raises:
         CaptureError, MeshError, ConstraintError, InfeasibleError: see there.
     """
@@ -75,6 +80,8 @@ def plan(
     call = bind(model, *as_call(meta_inputs))
     wanted = dataclasses.replace(planner_options(model, call, options), compare=compare)
     hardware = as_cluster(cluster)
+    if is_pipelined(mesh, wanted):
+        return planned_as_pipeline(model, call, as_mesh(mesh), hardware, wanted, progress)[0]
     size = world_of(mesh, hardware)
     started = time.perf_counter()
     if progress is not None:
@@ -93,7 +100,13 @@ def plan(
         progress=progress,
     )
     asked = Request(model, call, mesh, hardware, wanted, False, capture.graph, captured_s, progress)
-    return planned_or_remedied(lambda: planned_over_range(found, model, call, capture, wanted, size), asked)
+
+    def planned() -> Plan:
+        return planned_or_remedied(lambda: planned_over_range(found, model, call, capture, wanted, size), asked)
+
+    if mesh is not None or wanted.batch == "local" or wanted.ranges is not None:
+        return planned()
+    return with_pipelines(planned, model, call, capture, size, hardware, wanted, progress)
 
 
 def _check_module(model: object) -> None:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from autopar import kernels, planner
+from autopar.arguments import as_mesh
 from autopar.emission import emitted, lowered
-from autopar.errors import MeshError, PlanError
+from autopar.errors import InfeasibleError, InputError, MeshError, PlanError
 from autopar.ir import Graph
-from autopar.mesh import Cluster, Mesh
+from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner import Options, Planned
 from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.graphs.accumulation import with_gradient_sums
+from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.search import PlannedPipeline, plan_pipeline
 from autopar.planner.pipeline.stages import Stage, cut, seams
+from autopar.planning import MeshLike, capture_model
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan
 from autopar.tracer import Capture
+from autopar.tracer.calls import Call
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,119 @@ def staged(graph: Graph, micro_batches: int, starts: Sequence[int], options: Opt
     micro = micro_batch(graph, micro_batches)
     steps, reduce = micro_batches * options.accumulation_steps, options.dtype_of("reduce")
     stages = cut(micro.graph, seams(micro.graph), starts)
-    return Staged(micro, tuple(dataclasses.replace(s, graph=with_gradient_sums(s.graph, steps, reduce)) for s in stages))
+    return Staged(
+        micro, tuple(dataclasses.replace(s, graph=with_gradient_sums(s.graph, steps, reduce)) for s in stages)
+    )
+
+
+def is_pipelined(mesh: MeshLike, options: Options) -> bool:
+    """Whether a pipeline is asked for: by a mesh axis ``pp``, or by the option beside a mesh."""
+    return mesh is not None and (AXIS in as_mesh(mesh).names or options.pipeline is not None)
+
+
+def planned_as_pipeline(
+    model: nn.Module,
+    call: Call,
+    mesh: Mesh,
+    cluster: Cluster,
+    options: Options,
+    progress: Callable[[str], None] | None,
+) -> tuple[PipelinePlan, Capture]:
+    """Capture a model and plan it as a pipeline."""
+    if progress is not None:
+        progress("capture")
+    asked_pipeline(mesh, options)
+    began = time.perf_counter()
+    capture = capture_model(model, call, options, mesh.without(AXIS).size, sums=False)
+    captured_s = time.perf_counter() - began
+    return pipeline_plan(capture, mesh, cluster, options, captured_s, progress), capture
+
+
+def with_pipelines(
+    planned: Callable[[], Plan],
+    model: nn.Module,
+    call: Call,
+    capture: Capture,
+    size: int,
+    cluster: Cluster,
+    options: Options,
+    progress: Callable[[str], None] | None,
+) -> Plan | PipelinePlan:
+    """Return the fastest of the plan without a pipeline and of the pipelines that may be faster.
+
+    Raises:
+        InfeasibleError: neither fits.
+    """
+    plain: Plan | None = None
+    refused: InfeasibleError | None = None
+    if options.pipeline is None or options.pipeline.stages == AUTO:
+        try:
+            plain = planned()
+        except InfeasibleError as error:
+            refused = error
+    if options.accumulation_steps > 1 or options.dtype_of("reduce"):
+        capture = capture_model(model, call, options, size, sums=False)
+    found = list(pipelines_that_may_pay(capture, plain, size, cluster, options, progress))
+    best = min([p for p in (plain, *found) if p is not None], key=lambda p: p.step_time, default=None)
+    if best is None:
+        raise refused or _no_pipeline(options, size)
+    others = tuple((str(p.mesh), p.step_time) for p in (plain, *found) if p is not None and p is not best)
+    return dataclasses.replace(best, candidates=(*best.candidates, *others)) if others else best
+
+
+def _no_pipeline(options: Options, size: int) -> MeshError:
+    stages = options.pipeline.stages if options.pipeline is not None else AUTO
+    return MeshError(
+        f"No pipeline of {stages} stages was found for {size} ranks.",
+        found=f"pipeline={stages!r}, {size} ranks",
+        hint=f'give the mesh, as {{"{AXIS}": 2, "dp": {max(size // 2, 1)}}}, for the reason.',
+    )
+
+
+def pipelines_that_may_pay(
+    capture: Capture,
+    plan: Plan | None,
+    size: int,
+    cluster: Cluster,
+    options: Options,
+    progress: Callable[[str], None] | None,
+) -> Iterator[PipelinePlan]:
+    """Yield pipelines of ``size`` ranks that may be faster than ``plan``, or than nothing that fits.
+
+    A pipeline computes as much as any plan, with a bubble on top, so it pays only where a plan waits for longer than
+    that. One stage a node comes first, since it keeps all other messages inside nodes.
+
+    Args:
+        capture: without sums of gradients.
+    """
+    sized = cluster.sized(size)
+    asked = options.pipeline or Pipeline()
+    counts = [asked.stages] if asked.stages != AUTO else _stage_counts(size, sized)
+    batch = max(batch_size(capture.graph), 1)
+    for p in map(int, counts):
+        most = max((m for m in range(1, batch + 1) if batch % m == 0), default=1)
+        bubble = (p - 1) / (p - 1 + most)
+        if plan is not None and asked.stages == AUTO and _computing_s(plan) >= (1 - bubble) * plan.step_time:
+            continue
+        inner = candidate_meshes(size // p, sized.part(size // p))[:INNER_MESHES] if size > p else (Mesh((1,)),)
+        for mesh in inner:
+            axes = {AXIS: p} | {f"{i}": n for i, n in enumerate(mesh.shape) if size > p}
+            with contextlib.suppress(InfeasibleError, PlanError, InputError):
+                yield pipeline_plan(capture, Mesh(tuple(axes.values()), tuple(axes)), cluster, options, 0.0, progress)
+
+
+INNER_MESHES = 2
+"""Meshes that the ranks of a stage are tried in."""
+
+
+def _stage_counts(size: int, cluster: Cluster) -> list[int]:
+    counts = [cluster.nodes, 2, 4, 8]
+    return [p for p in dict.fromkeys(counts) if 1 < p <= size and size % p == 0]
+
+
+def _computing_s(plan: Plan) -> float:
+    """Return the seconds of a step in which a rank computes."""
+    return sum(op.seconds for op in plan.program.ops if op.kind == "compute")
 
 
 def asked_pipeline(mesh: Mesh, options: Options) -> Pipeline:
@@ -115,7 +234,9 @@ def pipeline_plan(
     )
     prologue = None
     if found.micro.prologue is not None:
-        free = dataclasses.replace(options, memory_budget_bytes=None, constraints={}, outputs="whole", batch=options.batch)
+        free = dataclasses.replace(
+            options, memory_budget_bytes=None, constraints={}, outputs="whole", batch=options.batch
+        )
         planned = planner.plan_graph(found.micro.prologue, stage_mesh, part, free, compare=False)
         prologue = stage_plan(planned, capture, stage_mesh, part, free)
     return PipelinePlan(

@@ -45,15 +45,26 @@ def world_of(mesh: MeshLike, cluster: Cluster) -> int:
 
 
 def capture_model(
-    model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False, trains: bool = True
+    model: nn.Module,
+    call: Call,
+    options: Options,
+    world: int,
+    *,
+    every: bool = False,
+    trains: bool = True,
+    sums: bool = True,
 ) -> Capture:
+    """Capture the model on the batch of all ``world`` ranks; with ``sums`` as the graph that adds gradients up over
+    ``options.accumulation_steps``."""
     whole = call if options.batch == "global" else with_batch(call, batch_of(call) * world)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
     with computing_in(options.mixed_precision):
         tracer = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored, trains=trains)
         capture = tracer.capture(model, whole)
     unsaved = _unsaved_buffers(model)
-    graph = planner.with_gradient_sums(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
+    graph = capture.graph
+    if sums:
+        graph = planner.with_gradient_sums(graph, options.accumulation_steps, options.dtype_of("reduce"))
     return dataclasses.replace(capture, graph=graph, unsaved=unsaved)
 
 
