@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from autopar.cli import models
 from autopar.cli.progress import told
 from autopar.cost_models import optimizer_state_bytes
 from autopar.errors import AutoparError
+from autopar.pipelines.request import AUTO, Pipeline
 from autopar.plans.table import trace_table
 
 EXAMPLES = """\
@@ -22,6 +24,7 @@ examples:
   autopar plan llama-3-8b --mesh 8 --cluster dgx-h100 --batch 8x4096 --budget 70GiB --report plan.html
   autopar plan config.json --mesh 32x8 --cluster my-cluster.toml --output plan.json
   autopar plan train:model_and_inputs --mesh dp=2,tp=4 --constraint "lm_head.weight=S0R"
+  autopar plan llama-3-8b --mesh pp=4,dp=2,tp=2 --cluster dgx-h100 --batch 64x4096 --pipeline micro_batches=16
 
 A mesh arranges the devices along axes. 32x8 is 32 groups of 8; the last axis varies fastest, so with 8 devices per node
 it lies inside nodes. In a spec, S0R means that dim 0 is cut by mesh axis 0 and dim 1 is whole; see docs/explanation.
@@ -57,11 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
         help="force a spec such as S0R, or a style: column, row, shard, replicate; may be repeated",
     )
     parser.add_argument(
+        "--pipeline",
+        metavar="auto|N|KEY=VALUE,...",
+        help="cut the model into stages: auto, their number, or stages=4,micro_batches=16,schedule=1f1b,chunks=2,"
+        "split=model.layers.8+model.layers.16 (default: as the mesh says, whose axis pp is the pipeline)",
+    )
+    parser.add_argument(
         "--search", default="joint", help="search method: joint, two-stage, or baseline:NAME (default joint)"
     )
     parser.add_argument("--solver", default="auto", help="highs, cbc, or another solver that PuLP knows (default auto)")
     parser.add_argument(
-        "--time-limit", type=_seconds, default=16.0, metavar="S", help="seconds for the solver (default 60)"
+        "--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for the solver (default 60)"
     )
     if report:
         parser.epilog = EXAMPLES
@@ -85,10 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable([f for f in (arguments.output, arguments.report) if f is not None])
     plan = planned(arguments)
     print(plan)
+    stages = getattr(plan, "stages", (plan,))
     if arguments.progress:
-        print(f"\n{trace_table(plan)}")
+        print(*(f"\n{trace_table(stage)}" for stage in stages), sep="\n")
     if arguments.source:
-        print(f"\n{plan.source}")
+        print(*(f"\n{stage.source}" for stage in stages), sep="\n")
     if arguments.output:
         plan.save(arguments.output)
     if arguments.report:
@@ -144,7 +154,32 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
         search=arguments.search,
         time_limit=arguments.time_limit,
         solver=arguments.solver,
+        pipeline=pipeline_of(arguments.pipeline),
     )
+
+
+def pipeline_of(text: str | None) -> str | int | Pipeline | None:
+    """Parse ``"auto"``, a number of stages, or ``"stages=4,micro_batches=16,split=a+b"``.
+
+    Raises:
+        AutoparError: if the text has none of these forms.
+    """
+    if text is None or text == AUTO:
+        return text
+    if text.isdecimal():
+        return int(text)
+    named = dict(part.partition("=")[::2] for part in text.split(","))
+    known = {f.name for f in fields(Pipeline)} - {"two_phase"}
+    if not named.keys() <= known or not all(named.values()):
+        raise AutoparError(
+            "--pipeline is no request for a pipeline.",
+            found=text,
+            hint="write auto, a number of stages, or --pipeline stages=4,micro_batches=16,schedule=1f1b.",
+        )
+    read: dict[str, Any] = {k: int(v) if v.isdecimal() else v for k, v in named.items()}
+    if "split" in read and "+" in str(read["split"]) or "." in str(read.get("split", "")):
+        read["split"] = str(read["split"]).split("+")
+    return Pipeline(**read)
 
 
 def _optimizer(text: str) -> str | float:
