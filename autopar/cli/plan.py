@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
     )
     parser.add_argument("--solver", default="auto", help="highs, cbc, or another solver that PuLP knows (default auto)")
     parser.add_argument(
-        "--time-limit", type=_seconds, default=16.0, metavar="S", help="seconds for the solver (default 60)"
+        "--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for the solver (default 60)"
     )
     if report:
         parser.epilog = EXAMPLES
