@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.ir import Node, TensorMeta
+from autopar.ir import LocalOffset, Node, TensorMeta
 from autopar.mesh import Mesh
+from autopar.sharding.local import local_length
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.localize import local_shape
+from autopar.strategies.localize import local_offset, local_shape
 from autopar.strategies.registry import LinearSets, LocalCall, Metas, Notation, aten, lowering, rule
 from autopar.strategies.rules.terms import arg, dim_arg, int_arg, ints_arg, names, replicated, term, wrap
 
@@ -208,6 +209,27 @@ _view(aten.diagonal, _diagonal)
 _view(aten.unfold, _unfold)
 
 
+def _narrow(node: Node, metas: Metas) -> str:
+    """Write the rule. The rows that are read are whole; those of a micro-batch, whose place is known, may be cut."""
+    dim = dim_arg(node, 1, len(metas[0].shape))
+    dims = names(len(metas[0].shape))
+    after = [*dims[:dim], "part", *dims[dim + 1 :]]
+    return f"{term(dims, [dim])} -> {term(after, [] if isinstance(node.args[2], LocalOffset) else [dim])}"
+
+
+rule(aten.narrow_copy, _narrow, linear=_all)
+
+
+@lowering(aten.narrow_copy)
+def _lower_narrow(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    x, dim, start, n = node.args[:4]
+    at, spec = dim_arg(node, 1, len(metas[0].shape)), strategy.outputs[0]
+    assert spec is not None
+    axes = spec.dims[at]
+    first = local_offset(int_arg(node, 3), axes, start) if isinstance(start, LocalOffset) else start
+    return node.op, (x, dim, first, local_length(int_arg(node, 3), axes, mesh) if axes else n), node.kwargs
+
+
 # Gradients of slices: the result's shape is an argument.
 
 
@@ -368,8 +390,45 @@ _view(aten.pixel_shuffle, _pixel_shuffle)
 _view(aten.pixel_unshuffle, _pixel_unshuffle)
 
 
-for _op in (aten.as_strided, aten.as_strided_scatter):
-    rule(_op, replicated)  # strides refer to the global storage
+def _in_order(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements with these strides are stored in order without gaps."""
+    steps = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
+    return [s for _, s in steps] == [math.prod(n for n, _ in steps[i + 1 :]) for i in range(len(steps))]
+
+
+def _strided(node: Node, metas: Metas, first: int) -> str:
+    """Write the rule. Strides refer to the global storage: dims may be cut if this is just another shape of all
+    elements."""
+    size, stride = ints_arg(node, first, "size"), ints_arg(node, first + 1, "stride")
+    every = math.prod(size) == metas[0].numel > 0 and not arg(node, first + 2, 0, "storage_offset")
+    if not every or not _in_order(size, stride):
+        return replicated(node, metas)
+    x, y = reshaped(metas[0].shape, size).split(" -> ")
+    return f"{x} -> {y}" if first == 1 else f"{x}, {y} -> {x}"
+
+
+def _as_strided(node: Node, metas: Metas) -> str:
+    return _strided(node, metas, 1)
+
+
+def _as_strided_scatter(node: Node, metas: Metas) -> str:
+    return _strided(node, metas, 2)
+
+
+rule(aten.as_strided, _as_strided, linear=_all, even=True)
+rule(aten.as_strided_scatter, _as_strided_scatter, linear=_all, even=True)
+
+
+@lowering(aten.as_strided)
+@lowering(aten.as_strided_scatter)
+def _lower_as_strided(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    first = 1 if node.packet == "aten.as_strided" else 2
+    meta, spec = (_result(node), strategy.outputs[0]) if first == 1 else (metas[1], strategy.inputs[1])
+    if spec is None or not any(spec.dims):
+        return node.op, node.args, node.kwargs
+    size = spec.local_shape(meta.shape, mesh)
+    stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+    return node.op, (*node.args[:first], size, stride), ()
 
 _view(aten.view_as_real, "... -> ... [parts]")
 _view(aten.view_as_complex, "... [parts] -> ...")
