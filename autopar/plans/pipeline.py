@@ -142,12 +142,7 @@ class PipelinePlan:
             "mesh": {"shape": list(self.mesh.shape), "names": list(self.mesh.names)},
             "blocks": list(self.blocks),
             "starts": list(self.starts),
-            "schedule": {
-                "name": self.schedule.name,
-                "micro_batches": self.schedule.micro_batches,
-                "rank_of": list(self.schedule.rank_of),
-                "order": self.schedule.to_text(),
-            },
+            "schedule": {"name": self.schedule.name, "order": self.schedule.to_text()},
             "costs": asdict(self.costs),
             "outputs": dict(self.outputs),
             "tied": {name: list(stages) for name, stages in self.tied.items()},
@@ -228,10 +223,7 @@ def plan_from_json(text: str, where: str = "text") -> Plan | PipelinePlan:
 
 def _from_data(data: Mapping[str, Any]) -> PipelinePlan:
     mesh, made = data["mesh"], data["schedule"]
-    schedule = Schedule.from_text(
-        made["order"], made["name"], tuple(entries(made["rank_of"])), int(made["micro_batches"])
-    )
-    schedule.check()
+    schedule = Schedule.from_text(made["order"], made["name"])
     whole = Mesh(tuple(entries(mesh["shape"])), tuple(entries(mesh["names"])))
     costs = Costs(**{k: tuple(entries(v)) for k, v in data["costs"].items()})
 

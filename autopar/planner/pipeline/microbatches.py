@@ -106,9 +106,7 @@ class _Price:
     copies: int = 0
 
     def __add__(self, other: _Price) -> _Price:
-        return _Price(
-            self.statistics + other.statistics, self.ahead + other.ahead, self.copies + other.copies
-        )
+        return _Price(self.statistics + other.statistics, self.ahead + other.ahead, self.copies + other.copies)
 
 
 LIKE = frozenset(
@@ -497,9 +495,7 @@ class _Walk:
                 read.update(v.node for v in node.inputs)
         return kept[::-1]
 
-    def _named(
-        self, nodes: Sequence[Node], outputs: tuple[Output, ...]
-    ) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
+    def _named(self, nodes: Sequence[Node], outputs: tuple[Output, ...]) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
         """Give nodes that were made again the names of those that they replace."""
         live = {n.name for n in nodes}
         names: dict[str, str] = {}
