@@ -22,7 +22,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, in_flight, simulate
-from autopar.pipelines.orders import SCHEDULES, folded, looped, schedule
+from autopar.pipelines.orders import SCHEDULES, schedule
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.footprint.state import state_bytes
@@ -241,6 +241,8 @@ class _PipelineSearch:
         for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
             known = SCHEDULES[name].chunks
             chunks = [c for c in CHUNKS_TRIED if c in known] if asked.chunks == AUTO else [int(asked.chunks)]
+            if name == "interleaved" and asked.chunks == AUTO:
+                chunks = chunks[1:]  # with one stage a rank it is 1F1B
             for count in chunks:
                 try:
                     yield self._draw(whole, name, count, m)
@@ -251,7 +253,7 @@ class _PipelineSearch:
     def _draw(self, whole: _Whole, name: str, chunks: int, m: int) -> _Drawn:
         starts = self._starts(whole, name, chunks)
         costs = self._estimate(whole, starts)
-        rank_of = folded(self.ranks, chunks) if name == "zbv" else looped(self.ranks, chunks)
+        rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
         made = schedule(name, self.ranks, m, chunks, costs, self._caps(whole, starts, costs, rank_of))
         peaks = self._estimated_peaks(whole, starts, made, costs)
         return _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
@@ -274,7 +276,7 @@ class _PipelineSearch:
                 found=f"{self.ranks} ranks along pp" + (f", {chunks} stages a rank" if chunks > 1 else ""),
                 hint=f"take at most {len(whole.blocks)} stages.",
             )
-        rank_of = folded(self.ranks, chunks) if name == "zbv" else looped(self.ranks, chunks)
+        rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
         if split == "uniform":
             # The remainder goes to the last parts, whatever the number of chunks.
             found = [r for ranges in partition_uniform(len(whole.blocks), stages) for r in ranges]
