@@ -354,9 +354,9 @@ class _PipelineSearch:
                 self._stage_options(m, flying[s]),
                 memory_budget_bytes=int(share),
                 time_limit_s=time_limit_s / len(graphs),
-                constraints=_those_of(summing.graph, self.options),
+                constraints={**_those_of(summing.graph, self.options), **specs},
             )
-            found = self._stage(d.whole, summing, options, specs)
+            found = self._stage(d.whole, summing, options)
             stages.append(summing)
             planned.append(found)
             specs = seam_specs(summing, found)
@@ -373,8 +373,7 @@ class _PipelineSearch:
         )
         return max(self.budget - sum(others), 0.05 * self.budget)
 
-    def _stage(self, whole: _Whole, stage: Stage, options: Options, specs: Mapping[str, str]) -> Planned:
-        options = replace(options, seams=dict(specs))
+    def _stage(self, whole: _Whole, stage: Stage, options: Options) -> Planned:
         found = carried(whole.planned, stage.graph, self.stage_mesh, self.stage_cluster, options)
         if found is not None and found.memory.peak_bytes <= budget_bytes(self.stage_cluster, options):
             return found
@@ -474,10 +473,10 @@ def _static_bytes(planned: Planned, mesh: Mesh, options: Options) -> int:
 
 
 def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:
-    """Return the specs that the next stage takes over: of what it receives, and of the gradients that it returns."""
+    """Return constraints on the next stage: on what it receives, and on the gradients that it returns."""
     tensors = planned.program.tensors
     sent = {f"received:{o.name}": str(tensors[name].spec) for o, name in planned.program.results if o.kind == "sent"}
-    back = {f"gradient:{name}": str(t.spec) for name, t in _inputs(planned, "tangent") if name in stage.takes}
+    back = {f"received:{name}.grad": str(t.spec) for name, t in _inputs(planned, "tangent") if name in stage.takes}
     return sent | back
 
 
