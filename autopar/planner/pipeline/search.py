@@ -391,7 +391,7 @@ class _PipelineSearch:
             backward_weight=tuple(p.backward_weight for p in parts),
             send=tuple(self._send_s(self._message_bytes(s, p)) for s, p in zip(stages[:-1], planned[:-1], strict=True)),
             held=tuple(float(p.held) for p in parts),
-            kept=tuple(float(p.kept) for p in parts),
+            kept=tuple(float(min(p.kept, p.held)) for p in parts),
             last_backward=tuple(p.delivery for p in parts),
         )
         made = d.schedule
@@ -440,13 +440,13 @@ class _PipelineSearch:
         peaks = []
         for rank, actions in enumerate(made.order):
             mine = [s for s, r in enumerate(made.rank_of) if r == rank]
-            flying = dict.fromkeys(mine, 0)
+            held = dict.fromkeys(mine, 0)
             most = 0
             for kind, s, _ in actions:
-                flying[s] += kind == "F"
-                others = sum(static[t] + flying[t] * parts[t].held for t in mine if t != s)
-                most = max(most, alone[s] + max(flying[s] - 1, 0) * parts[s].held + others)
-                flying[s] -= kind in ("B", "W")
+                before = held[s] - (parts[s].held if kind in ("B", "I") else parts[s].kept if kind == "W" else 0)
+                others = sum(static[t] + held[t] for t in mine if t != s)
+                most = max(most, alone[s] + before + others)
+                held[s] = before + {"F": parts[s].held, "I": parts[s].kept}.get(kind, 0)
             peaks.append(most + sum(messages[s] for s in mine))
         return tuple(peaks)
 
