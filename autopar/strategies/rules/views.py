@@ -430,6 +430,7 @@ def _lower_as_strided(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) 
     stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
     return node.op, (*node.args[:first], size, stride), ()
 
+
 _view(aten.view_as_real, "... -> ... [parts]")
 _view(aten.view_as_complex, "... [parts] -> ...")
 
