@@ -9,7 +9,6 @@ from autopar.ir import LocalOffset
 from autopar.mesh import Mesh
 from autopar.sharding.spec import ShardingSpec
 
-
 __all__ = ["LocalChoice", "LocalLength", "LocalOffset", "local_length"]
 
 
