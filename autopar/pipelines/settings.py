@@ -27,4 +27,4 @@ FINALISTS = 3
 most, than the shortest of all rules."""
 
 FEW_CUTS = 20_000
-"""So many cuts are all compared, .2 s of one core; of more, only neighbours of good ones."""
+"""So many cuts are all compared, about .15 s of one core; of more, only neighbours of good ones."""
