@@ -19,6 +19,7 @@ from autopar.assembly import assemble
 from autopar.emission import with_emitted_source
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Cluster, Mesh
+from autopar.pipelining import is_pipelined, planned_as_pipeline, with_pipelines
 from autopar.plan_options import PlanOptions, lists_options, planner_options
 from autopar.planner import Options
 from autopar.planning import (
@@ -33,7 +34,6 @@ from autopar.planning import (
     with_shared,
     world_of,
 )
-from autopar.pipelining import is_pipelined, planned_as_pipeline, with_pipelines
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan
 from autopar.precision import stored_dtype

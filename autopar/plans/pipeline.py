@@ -17,8 +17,8 @@ from autopar.mesh import Mesh
 from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, Timeline, in_flight, simulate
 from autopar.pipelines.request import AXIS
-from autopar.plans.plan import Plan, checked_read, read_json, write_text
 from autopar.plans.pipeline_table import pipeline_differences, pipeline_table
+from autopar.plans.plan import Plan, checked_read, read_json, write_text
 from autopar.plans.typed import entries, require
 
 Assembled = Literal["sum", "concatenate", "same"]
