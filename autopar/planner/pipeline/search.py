@@ -178,7 +178,7 @@ class _PipelineSearch:
             if drawn and now() - began > FREE_SHARE * self.options.time_limit_s:
                 break
             try:
-                found = list(self._drawn(self._whole(m, None)))
+                found = self._drawn(self._whole(m, None))
             except PlanError as error:
                 if self.asked.micro_batches != AUTO:
                     raise
@@ -190,7 +190,7 @@ class _PipelineSearch:
                 break
             shortest_s = min(shortest_s, least_s)
         if not drawn:
-            raise refused[0] if refused else self._no_schedule()
+            raise refused[0]
         if not any(self._fits(d) for d in drawn):
             m = min(drawn, key=lambda d: d.seconds).schedule.micro_batches
             drawn += self._drawn(self._whole(m, self.budget * self.ranks))
@@ -198,13 +198,6 @@ class _PipelineSearch:
 
     def _fits(self, d: _Drawn) -> bool:
         return max(d.peaks) <= NEARLY_FITS * self.budget
-
-    def _no_schedule(self) -> PlanError:
-        return PlanError(
-            "No pipeline schedule fits this model.",
-            found=f"{self.ranks} ranks along pp, batch {batch_size(self.graph)}",
-            hint="take fewer stages, or another number of micro-batches.",
-        )
 
     def _micro_batch_counts(self) -> Iterator[int]:
         """Yield the numbers of micro-batches to try; with fewer samples each a step takes longer sooner or later."""
@@ -249,9 +242,13 @@ class _PipelineSearch:
             compare=False,
         )
 
-    def _drawn(self, whole: _Whole) -> Iterator[_Drawn]:
-        """Yield every cut and schedule that was asked for, or that may pay, with its estimated seconds."""
-        m, asked = whole.micro.micro_batches, self.asked
+    def _drawn(self, whole: _Whole) -> list[_Drawn]:
+        """Return every cut and schedule that was asked for, or that may pay, with its estimated seconds.
+
+        Raises:
+            PlanError: there is none; says why the first one is not possible.
+        """
+        asked, found, refused = self.asked, [], []
         for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
             known = SCHEDULES[name].chunks
             chunks = [c for c in CHUNKS_TRIED if c in known] if asked.chunks == AUTO else [int(asked.chunks)]
@@ -259,10 +256,12 @@ class _PipelineSearch:
                 chunks = chunks[1:]  # with one stage a rank it is 1F1B
             for count in chunks:
                 try:
-                    yield self._draw(whole, name, count, m)
-                except PlanError:
-                    if asked.schedule == name and count == chunks[0]:
-                        raise
+                    found.append(self._draw(whole, name, count, whole.micro.micro_batches))
+                except PlanError as error:
+                    refused.append(error)
+        if not found:
+            raise refused[0]
+        return found
 
     def _draw(self, whole: _Whole, name: str, chunks: int, m: int) -> _Drawn:
         starts = self._starts(whole, name, chunks)
