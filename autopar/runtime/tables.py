@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar.attributes import Absent, absent_from
 from autopar.bindings import Binding
 from autopar.guards import Guards
 from autopar.runtime.materialize import is_placed
@@ -96,10 +97,9 @@ class Tables:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Every parameter, once."""
-        found = {id(p): p for table in self.kept[::2] for p in table.values()}
-        found.pop(id(None), None)
-        return list(found.values())
+        """Every parameter, once; on the meta device if other stages hold it."""
+        held = [t if t is not None else _absent(table, key) for table in self.kept[::2] for key, t in table.items()]
+        return list({id(t): t for t in held if t is not None}.values())
 
 
 def tables(model: nn.Module) -> Tables:
@@ -131,12 +131,31 @@ def _tables(model: nn.Module) -> Tables:
 def _layout(tensors: list[Any], places: Mapping[str, tuple[Table, str]]) -> Layout:
     first: dict[int, str] = {}
     held = [(path, t) for path, t in zip(places, tensors, strict=True) if t is not None and is_dense(t)]
+    elsewhere = {p: a for p, t in zip(places, tensors, strict=True) if t is None and (a := _known(*places[p]))}
+    every = [(path, held_there.tensor if (held_there := elsewhere.get(path)) else t) for path, t in zip(places, tensors)]
     entries = [
-        (path, first.setdefault(id(t), path), tuple(t.shape), t.placements if isinstance(t, DTensor) else None)
-        for path, t in held
+        (path, first.setdefault(id(t), path), tuple(t.shape), _placements(t, elsewhere.get(path)))
+        for path, t in every
+        if t is not None and is_dense(t)
     ]
     loose = tuple(path for path, t in held if not is_placed(t))
     return Layout(tensors, hashlib.blake2b(repr(entries).encode(), digest_size=16).hexdigest(), loose)
+
+
+def _placements(tensor: Any, absent: Absent | None) -> Any:
+    """Return how ranks hold a tensor; equal on those that hold it and on the others."""
+    if absent is not None:
+        return absent.placements
+    return tensor.placements if isinstance(tensor, DTensor) else None
+
+
+def _known(table: Table, key: str) -> Absent | None:
+    return absent_from(table).get(key)
+
+
+def _absent(table: Table, key: str) -> Tensor | None:
+    known = _known(table, key)
+    return None if known is None else known.tensor
 
 
 def _kept(modules: Any) -> list[Table]:
