@@ -15,7 +15,7 @@ from autopar.arguments import as_mesh
 from autopar.emission import emitted, lowered
 from autopar.errors import InfeasibleError, InputError, MeshError, PlanError
 from autopar.ir import Graph
-from autopar.mesh import Cluster, Mesh, candidate_meshes
+from autopar.mesh import Cluster, Mesh, candidate_meshes, without_axis
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner import Options, Planned
 from autopar.planner.answers.make_plan import make_plan
@@ -150,7 +150,8 @@ def pipelines_that_may_pay(
         bubble = (p - 1) / (p - 1 + most)
         if plan is not None and asked.stages == AUTO and _computing_s(plan) >= (1 - bubble) * plan.step_time:
             continue
-        inner = candidate_meshes(size // p, sized.part(size // p))[:INNER_MESHES] if size > p else (Mesh((1,)),)
+        part = without_axis(Mesh((p, size // p), (AXIS, "0")), AXIS, sized)[1]
+        inner = candidate_meshes(size // p, part)[:INNER_MESHES]
         for mesh in inner:
             axes = {AXIS: p} | {f"{i}": n for i, n in enumerate(mesh.shape) if size > p}
             with contextlib.suppress(InfeasibleError, PlanError, InputError):
@@ -227,7 +228,7 @@ def pipeline_plan(
     sized = cluster.sized(mesh.size)
     began = time.perf_counter()
     found = plan_pipeline(capture.graph, mesh, sized, options, asked, progress)
-    part, stage_mesh = sized.part(mesh.without(AXIS).size), mesh.without(AXIS)
+    stage_mesh, part = without_axis(mesh, AXIS, sized)
     plans = tuple(
         stage_plan(planned, capture, stage_mesh, part, _stage_options(found, options, s))
         for s, planned in enumerate(found.planned)

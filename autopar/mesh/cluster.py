@@ -199,10 +199,16 @@ class Cluster:
             )
         return replace(self, nodes=world_size // per_node, devices_per_node=per_node, fixed=True)
 
-    def part(self, ranks: int) -> Cluster:
-        """Return ``ranks`` neighbouring devices of this cluster, which has more."""
-        per_node = min(ranks, self.devices_per_node)
-        return replace(self, nodes=max(ranks // per_node, 1), devices_per_node=per_node, fixed=True)
+    def part(self, ranks: int, per_node: int) -> Cluster:
+        """Return ``ranks`` devices of this cluster, ``per_node`` on each node, which have their share of the network
+        cards."""
+        cards = self.inter_node.nics * per_node / self.devices_per_node
+        inter = replace(
+            self.inter_node,
+            nics=max(int(cards), 1),
+            bandwidth_bytes_per_s=self.inter_node.bandwidth_bytes_per_s * cards / max(int(cards), 1),
+        )
+        return replace(self, nodes=ranks // per_node, devices_per_node=per_node, fixed=True, inter_node=inter)
 
     def _shared_by(self, processes: int) -> Cluster:
         share = min(1.0, self.devices_per_node / processes)

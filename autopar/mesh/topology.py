@@ -109,6 +109,20 @@ def _nic_share(cluster: Cluster, senders: int) -> float:
     return link.bandwidth_bytes_per_s * link.efficiency * cards
 
 
+def without_axis(mesh: Mesh, name: str, cluster: Cluster) -> tuple[Mesh, Cluster]:
+    """Return the mesh of the ranks at one place along the axis ``name``, and their part of the cluster.
+
+    Raises:
+        MeshError: as for `axis_links`.
+    """
+    cluster = cluster.sized(mesh.size)
+    rest = mesh.without(name)
+    nodes = (np.arange(mesh.size) // cluster.devices_per_node).reshape(mesh.shape)
+    counts = np.unique(np.take(nodes, 0, axis=mesh.names.index(name)), return_counts=True)[1]
+    # Where nodes have unequal numbers of these ranks, every message is taken to cross nodes.
+    return rest, cluster.part(rest.size, int(counts[0]) if (counts == counts[0]).all() else 1)
+
+
 def candidate_meshes(world_size: int, cluster: Cluster) -> tuple[Mesh, ...]:
     """Return the meshes of one to three axes worth searching, most promising first.
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.ir import Graph
-from autopar.mesh import Cluster, Mesh
+from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, in_flight, simulate
 from autopar.pipelines.orders import schedule
@@ -148,11 +148,11 @@ class _PipelineSearch:
 
     @cached_property
     def stage_mesh(self) -> Mesh:
-        return self.mesh.without(AXIS)
+        return without_axis(self.mesh, AXIS, self.cluster)[0]
 
     @cached_property
     def stage_cluster(self) -> Cluster:
-        return self.cluster.sized(self.mesh.size).part(self.stage_mesh.size)
+        return without_axis(self.mesh, AXIS, self.cluster)[1]
 
     @cached_property
     def budget(self) -> float:
