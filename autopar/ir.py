@@ -70,7 +70,21 @@ class Value(NamedTuple):
         return self.node if self.index == 0 else f"{self.node}.{self.index}"
 
 
-Arg: TypeAlias = Union[Value, int, float, bool, str, None, tuple["Arg", ...]]
+@dataclass(frozen=True)
+class LocalOffset:
+    """The global index of the first element that a rank holds of a dim of ``n`` that mesh ``axes`` cut.
+
+    Args:
+        micro_rows: how many elements of the dim each micro-batch has, if the graph is that of one of several. Those of
+            the micro-batches before count too.
+    """
+
+    n: int
+    axes: tuple[int, ...]
+    micro_rows: int = 0
+
+
+Arg: TypeAlias = Union[Value, LocalOffset, int, float, bool, str, None, tuple["Arg", ...]]
 
 
 def values_in(arg: Arg) -> Iterator[Value]:
@@ -95,7 +109,8 @@ class Node:
     """One op of the joint program. Inputs of the program are nodes too, with ``op == "placeholder"``.
 
     ``op`` is the full overload name, such as ``"aten.mm.default"``. ``args`` and ``kwargs`` hold tensors as ``Value``
-    and everything else as plain data (dtypes and devices as strings). ``outputs`` has one entry per result of the op,
+    and everything else as plain data (dtypes and devices as strings, and the place of a micro-batch as
+    ``LocalOffset``). ``outputs`` has one entry per result of the op,
     None if that result is absent.
     """
 

@@ -346,9 +346,11 @@ class _Builder:
         """Return the node of an integer that differs between ranks. It is computed once."""
         if arg not in self._integers and isinstance(arg, LocalChoice):
             self._integers[arg] = self._call(spmd.choice, (self.rank, arg.values, arg.axis))
-        elif arg not in self._integers and not isinstance(arg, LocalChoice):
-            function = spmd.length if isinstance(arg, LocalLength) else spmd.offset
-            self._integers[arg] = self._call(function, (self.rank, arg.n, arg.axes))
+        elif arg not in self._integers and isinstance(arg, LocalLength):
+            self._integers[arg] = self._call(spmd.length, (self.rank, arg.n, arg.axes))
+        elif arg not in self._integers and isinstance(arg, LocalOffset):
+            counted = (arg.micro_rows,) if arg.micro_rows else ()
+            self._integers[arg] = self._call(spmd.offset, (self.rank, arg.n, arg.axes, *counted))
         return self._integers[arg]
 
     def _with_device(self, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.ir import LocalOffset as LocalOffset
 from autopar.mesh import Mesh
 from autopar.sharding.spec import ShardingSpec
 
@@ -12,14 +13,6 @@ from autopar.sharding.spec import ShardingSpec
 @dataclass(frozen=True)
 class LocalLength:
     """The number of elements that a rank holds of a dim of ``n`` that mesh ``axes`` cut."""
-
-    n: int
-    axes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LocalOffset:
-    """The global index of the first element that a rank holds of a dim of ``n`` that mesh ``axes`` cut."""
 
     n: int
     axes: tuple[int, ...]

@@ -29,7 +29,7 @@ from autopar.spmd.halos import shift, window
 from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
 from autopar.spmd.products import PRODUCTS, gather_product, product_scatter, simulate_product
-from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, local_ranks
+from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, at_micro_batch, local_ranks
 from autopar.spmd.sections import section
 from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, host_memory, offload
 
@@ -52,6 +52,7 @@ __all__ = [
     "all_to_all",
     "allocating_on_host",
     "arrived",
+    "at_micro_batch",
     "bucket_call",
     "choice",
     "device",

@@ -150,9 +150,13 @@ def length(rank: Rank, n: int, axes: Sequence[int]) -> int:
     return sharding.length(n, axes, rank.mesh, rank.coordinate)
 
 
-def offset(rank: Rank, n: int, axes: Sequence[int]) -> int:
-    """Return the global index of the first element that this rank holds of a dim of ``n`` cut by ``axes``."""
-    return sharding.offset(n, axes, rank.mesh, rank.coordinate)
+def offset(rank: Rank, n: int, axes: Sequence[int], micro_rows: int = 0) -> int:
+    """Return the global index of the first element that this rank holds of a dim of ``n`` cut by ``axes``.
+
+    Args:
+        micro_rows: elements of the dim in each of the micro-batches, of which the rank runs one.
+    """
+    return rank.micro_batch * micro_rows + sharding.offset(n, axes, rank.mesh, rank.coordinate)
 
 
 def choice(rank: Rank, values: Sequence[int], axis: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,11 @@ class Rank(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def micro_batch(self) -> int:
+        """The number of the micro-batch that it runs, from 0."""
+        ...
+
     def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
         """Start a collective on ``buffer``. ``finish`` returns what it receives."""
         ...
@@ -73,6 +79,7 @@ class LocalRank:
     mesh: Mesh
     coordinate: tuple[int, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    micro_batch: int = 0
 
     def launch(self, buffer: Tensor, exchange: Exchange) -> Tensor:
         return buffer
@@ -100,6 +107,7 @@ class ProcessRank:
     """
 
     device_mesh: DeviceMesh
+    micro_batch: int = 0
     mesh: Mesh = field(init=False)
     coordinate: tuple[int, ...] = field(init=False)
     groups: tuple[str, ...] = field(init=False)
@@ -158,10 +166,12 @@ class StartingRank:
     ready: Callable[[], None]
     mesh: Mesh = field(init=False)
     coordinate: tuple[int, ...] = field(init=False)
+    micro_batch: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", self.rank.mesh)
         object.__setattr__(self, "coordinate", self.rank.coordinate)
+        object.__setattr__(self, "micro_batch", self.rank.micro_batch)
 
     @property
     def device(self) -> torch.device:
@@ -177,3 +187,13 @@ class StartingRank:
     def symmetric(self, axis: int) -> str:
         self.ready()  # the caller goes on with a collective of its own
         return self.rank.symmetric(axis)
+
+
+AnyRank = TypeVar("AnyRank", LocalRank, ProcessRank, StartingRank)
+
+
+def at_micro_batch(rank: AnyRank, number: int) -> AnyRank:
+    """Return ``rank`` as it runs micro-batch ``number``. Its groups are the same."""
+    made = copy.copy(rank)
+    object.__setattr__(made, "micro_batch", number)
+    return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir import Node, Value, values_in
+from autopar.ir import Arg, Node, Value, values_in
 from autopar.mesh import Mesh
 from autopar.sharding.local import LocalLength, LocalOffset, local_length
 from autopar.sharding.spec import ShardingSpec
@@ -46,9 +46,14 @@ def local_shape(shape: Sequence[int], spec: ShardingSpec, mesh: Mesh) -> tuple[i
     return tuple(local_length(n, axes, mesh) for n, axes in zip(shape, spec.dims, strict=True))
 
 
-def local_offset(n: int, axes: Sequence[int]) -> int | LocalOffset:
-    """Return where a rank's share of ``n`` elements begins: 0 if nothing is cut."""
-    return LocalOffset(n, tuple(axes)) if axes else 0
+def local_offset(n: int, axes: Sequence[int], before: Arg = 0) -> int | LocalOffset:
+    """Return where a rank's share of ``n`` elements begins: 0 if nothing is cut.
+
+    Args:
+        before: where these elements begin themselves: a ``LocalOffset`` if they belong to one of several micro-batches.
+    """
+    rows = before.micro_rows if isinstance(before, LocalOffset) else 0
+    return LocalOffset(n, tuple(axes), rows) if axes or rows else 0
 
 
 def operand(node: Node, position: int) -> int | None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.localize import local_offset, operand
+from autopar.strategies.localize import operand
 from autopar.strategies.registry import LinearSets, LocalCall, Lowering, Metas, autopar, lowering, rule
-from autopar.strategies.rules.autopar_ops import replace_kwargs
+from autopar.strategies.rules.autopar_ops import global_offsets, replace_kwargs
 from autopar.strategies.rules.terms import arg, names, replicated, term
 
 GRADIENT: LinearSets = ((0,),)
@@ -113,7 +113,7 @@ def _lower_attention(queries: int) -> Lowering:
         shape, cuts = metas[queries].shape[:3], strategy.inputs[queries].dims[:3]
         if not node.kwarg("dropout_p") or not any(cuts):
             return node.op, node.args, node.kwargs
-        return replace_kwargs(node, offset=(*(local_offset(n, axes) for n, axes in zip(shape, cuts, strict=True)), 0))
+        return replace_kwargs(node, offset=(*global_offsets(node, shape, cuts), 0)[:4])
 
     return lower
 

@@ -65,19 +65,23 @@ rule(autopar.dropout, "..., - -> ...", linear=FIRST, elementwise=True)
 rule(autopar.uniform, "- -> ...")
 
 
-def _offsets(shape: Sequence[int], spec: ShardingSpec) -> tuple[LocalArg, ...]:
-    return tuple(local_offset(n, axes) for n, axes in zip(shape, spec.dims, strict=True))
+def global_offsets(node: Node, shape: Sequence[int], cuts: Sequence[tuple[int, ...]]) -> tuple[LocalArg, ...]:
+    """Return where a rank's part of a tensor of random numbers begins; ``shape`` and ``cuts`` are of its first dims."""
+    given = node.kwarg("offset")
+    before = given if isinstance(given, tuple) and given else (0,) * len(shape)
+    rest = before[len(shape) :]
+    return (*(local_offset(n, axes, b) for n, axes, b in zip(shape, cuts, before, strict=False)), *rest)
 
 
 @lowering(autopar.dropout)
 def _lower_dropout(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    return replace_kwargs(node, offset=_offsets(metas[0].shape, strategy.inputs[0]))
+    return replace_kwargs(node, offset=global_offsets(node, metas[0].shape, strategy.inputs[0].dims))
 
 
 @lowering(autopar.uniform)
 def _lower_uniform(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
     shape, spec = _meta(node.outputs[0]).shape, _spec(strategy.outputs[0])
-    return replace_kwargs(node, shape=local_shape(shape, spec, mesh), offset=_offsets(shape, spec))
+    return replace_kwargs(node, shape=local_shape(shape, spec, mesh), offset=global_offsets(node, shape, spec.dims))
 
 
 # If the rows of a vocabulary are cut, rows that a rank does not hold count as zeros.

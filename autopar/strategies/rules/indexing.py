@@ -276,7 +276,15 @@ rule(aten.masked_scatter, replicated)
 rule(aten.masked_scatter_backward, replicated, linear=((0,),))
 rule(aten.bucketize.Tensor, "..., [boundaries] -> ...", elementwise=True)
 rule(aten.searchsorted.Tensor, "... [sorted], ... values -> ... values")
-rule(aten.histc, replicated)
+
+
+def _histogram(node: Node, metas: Metas) -> str:
+    """Write the rule: counts add up. Without bounds they are those of the values."""
+    lowest, highest = arg(node, 2, 0, "min"), arg(node, 3, 0, "max")
+    return replicated(node, metas) if lowest == highest else f"{term(names(len(metas[0].shape)))} -> [bins]"
+
+
+rule(aten.histc, _histogram)
 rule(aten.put, replicated)
 rule("aten.repeat_interleave.Tensor", replicated)
 rule(aten.bincount, replicated)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.ir import Node, TensorMeta
+from autopar.ir import LocalOffset, Node, TensorMeta
 from autopar.mesh import Mesh
+from autopar.sharding.local import local_length
 from autopar.sharding.strategy import Strategy
-from autopar.strategies.localize import local_shape
+from autopar.strategies.localize import local_offset, local_shape
 from autopar.strategies.registry import LinearSets, LocalCall, Metas, Notation, aten, lowering, rule
 from autopar.strategies.rules.terms import arg, dim_arg, int_arg, ints_arg, names, replicated, term, wrap
 
@@ -206,6 +207,27 @@ _view(aten.select.int, _select)
 _view(aten.unbind.int, _unbind)
 _view(aten.diagonal, _diagonal)
 _view(aten.unfold, _unfold)
+
+
+def _narrow(node: Node, metas: Metas) -> str:
+    """Write the rule. The rows that are read are whole; those of a micro-batch, whose place is known, may be cut."""
+    dim = dim_arg(node, 1, len(metas[0].shape))
+    dims = names(len(metas[0].shape))
+    after = [*dims[:dim], "part", *dims[dim + 1 :]]
+    return f"{term(dims, [dim])} -> {term(after, [] if isinstance(node.args[2], LocalOffset) else [dim])}"
+
+
+rule(aten.narrow_copy, _narrow, linear=_all)
+
+
+@lowering(aten.narrow_copy)
+def _lower_narrow(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    x, dim, start, n = node.args[:4]
+    at, spec = dim_arg(node, 1, len(metas[0].shape)), strategy.outputs[0]
+    assert spec is not None
+    axes = spec.dims[at]
+    first = local_offset(int_arg(node, 3), axes, start) if isinstance(start, LocalOffset) else start
+    return node.op, (x, dim, first, local_length(int_arg(node, 3), axes, mesh) if axes else n), node.kwargs
 
 
 # Gradients of slices: the result's shape is an argument.
