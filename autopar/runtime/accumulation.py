@@ -81,7 +81,7 @@ class Sums:
         for (name, spec, _), (local, shape) in self.held.items():
             parameter = model.get_parameter(name)
             assert isinstance(parameter, DTensor)
-            _add_to_gradient(parameter, summed(local, spec, shape, parameter, place))
+            add_to_gradient(parameter, summed(local, spec, shape, parameter, place))
         done, self.done = self.done, 0
         self.held.clear()
         return done
@@ -106,7 +106,7 @@ def summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter:
         return total.redistribute(place.device_mesh, parameter.placements).to(parameter.dtype)
 
 
-def _add_to_gradient(parameter: DTensor, gradient: Tensor) -> None:
+def add_to_gradient(parameter: DTensor, gradient: Tensor) -> None:
     """Add a gradient as a backward does, so that hooks see it; set it directly if the parameter is frozen by now."""
     if parameter.requires_grad:
         parameter.backward(gradient)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ of another program needs the whole model, so it finds tensors on the meta device
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,11 @@ from autopar.attributes import Absent, Table, absent_from
 
 
 def without(
-    model: nn.Module, names: Collection[str], stages_of: Mapping[str, tuple[int, ...]], placements: Mapping[str, Any]
+    model: nn.Module,
+    names: Collection[str],
+    stages_of: Mapping[str, tuple[int, ...]],
+    placements: Mapping[str, Any],
+    dtype_of: Callable[[Tensor], torch.dtype],
 ) -> None:
     """Replace tensors of other stages by None, in every place that holds them.
 
@@ -26,11 +30,12 @@ def without(
         names: of the tensors, as the model lists them.
         stages_of: the stages that have each.
         placements: how those stages' ranks hold each parameter.
+        dtype_of: returns the dtype in which a tensor is stored.
     """
     every: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found = {id(every[name]): name for name in names if name in every}
     known: dict[str, Absent] = {}
-    for path, module in model.named_modules():
+    for module in model.modules():
         for kind in ("_parameters", "_buffers"):
             table = module.__dict__[kind]
             gone = {key: found[id(t)] for key, t in table.items() if t is not None and id(t) in found}
@@ -39,15 +44,14 @@ def without(
             kept = table if isinstance(table, Table) else Table(table)
             for key, name in gone.items():
                 if name not in known:
-                    known[name] = Absent(_meta(every[name]), name, stages_of[name], placements.get(name))
+                    known[name] = Absent(_meta(every[name], dtype_of), name, stages_of[name], placements.get(name))
                 kept.absent[key] = known[name]
                 kept[key] = None
             module.__dict__[kind] = kept
-            del path
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _meta(tensor: Tensor, dtype_of: Callable[[Tensor], torch.dtype]) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype_of(tensor), device="meta")
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
