@@ -143,6 +143,17 @@ def assemble_pipeline(
     return model
 
 
+def check_belongs(plan: PipelinePlan, capture: Capture) -> None:
+    """Raise a PlanError unless ``plan`` was made for this capture."""
+    graph = capture.graph
+    if plan.graph_digest != graph.digest:
+        raise PlanError(
+            "The plan belongs to another model or other inputs.",
+            found=f"a plan of {plan.model} for graph {plan.graph_digest}; this is {graph.name}, graph {graph.digest}",
+            hint="plan again for this model and batch: autopar.plan(model, meta_inputs, ...).",
+        )
+
+
 def _device_meshes(made: PipelinePlan, mesh: MeshLike) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the DeviceMesh of all ranks, and that of this rank's stage, which has at least one axis."""
     whole = device_mesh_for(made.mesh, mesh)

@@ -65,6 +65,7 @@ from autopar._torch.dtensor import (
     share_overflow_findings,
     strided_shard,
     strided_shard_type,
+    wrap_total_norm,
 )
 from autopar._torch.tensors import (
     bump_versions,
@@ -115,6 +116,7 @@ __all__ = [
     "before_full_tensor",
     "bump_versions",
     "changes_arguments",
+    "close_groups",
     "copy_each",
     "defining_module",
     "dtensor_like",
@@ -126,6 +128,7 @@ __all__ = [
     "fused_gather_product",
     "fused_product_scatter",
     "gradient_of",
+    "group_called",
     "group_name",
     "grouped_products",
     "idle_gloo",
@@ -162,6 +165,7 @@ __all__ = [
     "wait",
     "whole_group",
     "with_signature_of",
+    "wrap_total_norm",
     "without_causal_detection",
     "without_export_prints",
     "without_leftover_hooks",
