@@ -228,10 +228,7 @@ def plan_from_json(text: str, where: str = "text") -> Plan | PipelinePlan:
 
 def _from_data(data: Mapping[str, Any]) -> PipelinePlan:
     mesh, made = data["mesh"], data["schedule"]
-    schedule = Schedule.from_text(
-        made["order"], made["name"], tuple(entries(made["rank_of"])), int(made["micro_batches"])
-    )
-    schedule.check()
+    schedule = Schedule.from_text(made["order"], made["name"])
     whole = Mesh(tuple(entries(mesh["shape"])), tuple(entries(mesh["names"])))
     costs = Costs(**{k: tuple(entries(v)) for k, v in data["costs"].items()})
 
