@@ -1,1 +1,1 @@
-"""Pipelines as data: actions, schedules, their exact makespan, and balanced cuts; no graph, no device, no torch."""
+"""Pipeline schedules as data: their orders, how long they take, what they hold, and how a model is cut for them."""

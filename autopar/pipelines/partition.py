@@ -1,0 +1,189 @@
+"""Where a chain of blocks is cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from heapq import nsmallest
+from itertools import accumulate, combinations
+from math import comb
+from typing import NamedTuple
+
+from autopar.errors import PlanError
+from autopar.pipelines.settings import FEW_CUTS
+
+Range = tuple[int, int]
+"""The first block of a part, and the one behind its last."""
+
+Cut = tuple[Range, ...]
+
+
+def partition_uniform(n: int, parts: int, chunks: int = 1) -> list[list[Range]]:
+    """The layers of each rank of a pipeline, as ranges, one for each of its chunks.
+
+    The layers are cut into equal chunks, and each chunk into as many parts as there are ranks; what is left over of a
+    chunk goes to its last parts, one layer each.
+
+    Raises:
+        PlanError: the layers are not a multiple of the chunks.
+    """
+    if parts < 1 or chunks < 1 or n % chunks:
+        raise PlanError(
+            "The layers cannot be cut into equal chunks.",
+            found=f"{n} layers, {parts} parts, {chunks} chunks",
+            hint="take a number of chunks that divides the layers, and one part or more",
+        )
+    size = n // chunks
+    whole, rest = divmod(size, parts)
+    lengths = [whole] * (parts - rest) + [whole + 1] * rest
+    ends = [0, *accumulate(lengths * chunks)]
+    ranges = list(zip(ends[:-1], ends[1:], strict=True))
+    return [ranges[rank::parts] for rank in range(parts)]
+
+
+def balanced(
+    costs: Sequence[float],
+    parts: int,
+    *,
+    allowed: Collection[int] | None = None,
+    extra: Sequence[float] | None = None,
+    rank_of: Sequence[int] | None = None,
+) -> Cut:
+    """The best of ``best_cuts``."""
+    return best_cuts(costs, parts, 1, allowed=allowed, extra=extra, rank_of=rank_of)[0]
+
+
+def best_cuts(
+    costs: Sequence[float],
+    parts: int,
+    k: int,
+    *,
+    allowed: Collection[int] | None = None,
+    extra: Sequence[float] | None = None,
+    rank_of: Sequence[int] | None = None,
+) -> list[Cut]:
+    """The ``k`` cuts of a chain into non-empty parts whose slowest rank is fastest, and of equal ones the most even.
+
+    Exact where each rank has one part, in O(parts * blocks^2) for small ``k``, and elsewhere up to ``FEW_CUTS`` cuts.
+
+    Args:
+        costs: seconds by block.
+        parts: number of stages.
+        allowed: positions at which a cut may be, that is before which block; all without.
+        extra: by position, from 0 to the number of blocks, seconds that a cut there adds to the parts on both sides,
+            where these are on different ranks.
+        rank_of: of each part; each is on a rank of its own without.
+
+    Raises:
+        PlanError: there are fewer positions than cuts to make.
+    """
+    blocks = len(costs)
+    positions = sorted(set(range(1, blocks) if allowed is None else allowed) & set(range(1, blocks)))
+    if not 1 <= parts <= len(positions) + 1:
+        raise PlanError(
+            "The model cannot be cut into so many stages.",
+            found=f"{parts} stages, {len(positions)} places at which a cut may be",
+            hint=f"take {len(positions) + 1} stages or fewer",
+        )
+    problem = _Chain(
+        (0.0, *accumulate(costs)), extra or (0.0,) * (blocks + 1), tuple(range(parts) if rank_of is None else rank_of)
+    )
+    if len(set(problem.rank_of)) == parts:
+        found = _by_dynamic_program(problem, positions, k)
+    elif comb(len(positions), parts - 1) <= FEW_CUTS:
+        found = nsmallest(k, combinations(positions, parts - 1), key=lambda cut: (problem.key(cut), cut))
+    else:
+        found = _by_moves(problem, positions, k)
+    return [_ranges(cut, blocks) for cut in found]
+
+
+Positions = tuple[int, ...]
+"""Before which blocks a chain is cut."""
+
+Key = tuple[float, float]
+"""The seconds of the slowest rank, and the sum of squares of the seconds of all."""
+
+
+def _ranges(cut: Positions, blocks: int) -> Cut:
+    return tuple(zip((0, *cut), (*cut, blocks), strict=True))
+
+
+class _Chain(NamedTuple):
+    """Sums of the seconds of the first blocks, see ``best_cuts`` for the rest."""
+
+    sums: Sequence[float]
+    extra: Sequence[float]
+    rank_of: tuple[int, ...]
+
+    def seconds(self, part: int, start: int, end: int) -> float:
+        total = self.sums[end] - self.sums[start]
+        if part > 0 and self.rank_of[part - 1] != self.rank_of[part]:
+            total += self.extra[start]
+        if part + 1 < len(self.rank_of) and self.rank_of[part + 1] != self.rank_of[part]:
+            total += self.extra[end]
+        return total
+
+    def key(self, cut: Positions) -> Key:
+        loads = [0.0] * (max(self.rank_of) + 1)
+        for part, (start, end) in enumerate(_ranges(cut, len(self.sums) - 1)):
+            loads[self.rank_of[part]] += self.seconds(part, start, end)
+        return max(loads), sum(load * load for load in loads)
+
+
+def _by_dynamic_program(problem: _Chain, positions: Sequence[int], k: int) -> list[Positions]:
+    """Of the cuts of the first blocks into so many parts, keep those that fewer than ``k`` others beat in both numbers
+    of their key: whatever follows, these others stay ahead."""
+    parts, blocks = len(problem.rank_of), len(problem.sums) - 1
+    best: dict[int, list[tuple[float, float, Positions]]] = {0: [(0.0, 0.0, ())]}
+    for part in range(parts):
+        left = parts - part - 1
+        ends = [blocks] if not left else positions[part : len(positions) - left + 1]
+        following: dict[int, list[tuple[float, float, Positions]]] = {}
+        for end in ends:
+            labels = []
+            for start, before in best.items():
+                if start >= end:
+                    continue
+                seconds = problem.seconds(part, start, end)
+                cut = (end,) if left else ()
+                labels += [
+                    (max(most, seconds), squares + seconds * seconds, done + cut) for most, squares, done in before
+                ]
+            following[end] = _unbeaten(labels, k)
+        best = following
+    return [cut for _, _, cut in best[blocks][:k]]
+
+
+def _unbeaten(labels: list[tuple[float, float, Positions]], k: int) -> list[tuple[float, float, Positions]]:
+    kept: list[tuple[float, float, Positions]] = []
+    for label in sorted(labels):
+        if sum(other[1] <= label[1] for other in kept) < k:
+            kept.append(label)
+    return kept
+
+
+def _by_moves(problem: _Chain, positions: Sequence[int], k: int) -> list[Positions]:
+    """From the most even parts, while it helps, move some neighbouring cuts by one position, which takes blocks from
+    one part to another; the best of all that were looked at."""
+    parts = len(problem.rank_of)
+    even = _by_dynamic_program(problem._replace(rank_of=tuple(range(parts))), positions, k)
+    seen = {cut: problem.key(cut) for cut in even}
+    current = min(seen, key=lambda cut: (seen[cut], cut))
+    while True:
+        near = [cut for cut in _neighbours(current, positions) if cut not in seen]
+        seen.update((cut, problem.key(cut)) for cut in near)
+        best = min([current, *near], key=lambda cut: (seen[cut], cut))
+        if best == current:
+            return nsmallest(k, seen, key=lambda cut: (seen[cut], cut))
+        current = best
+
+
+def _neighbours(cut: Positions, positions: Sequence[int]) -> Iterator[Positions]:
+    places = {position: place for place, position in enumerate(positions)}
+    for first in range(len(cut)):
+        for behind in range(first + 1, len(cut) + 1):
+            for step in (-1, 1):
+                moved = [places[position] + step for position in cut[first:behind]]
+                if moved[0] >= 0 and moved[-1] < len(positions):
+                    result = (*cut[:first], *(positions[place] for place in moved), *cut[behind:])
+                    if result == tuple(sorted(set(result))):
+                        yield result
