@@ -24,17 +24,40 @@ def compiled(function: Program) -> Program:
     compilation. A program with its own transfers, such as an emitted file, is not compiled if it offloads.
     """
     made: dict[Any, Program] = {}
+    placed: set[Any] = set()  # programs that depend on the number of the micro-batch, which is compiled in
 
     @functools.wraps(function)
     def run(rank: Any, inputs: list[Any]) -> tuple[Any, ...]:
-        key = tuple(map(_kind, inputs))
+        key: tuple[Any, ...] = tuple(map(_kind, inputs))
         if None in key:
             return function(rank, inputs)
-        if key not in made:
-            made[key] = _compiled(function, rank, inputs)
-        return made[key](rank, inputs)
+        at = (key, rank.micro_batch if key in placed else None)
+        if at not in made:
+            watched = _Watched(rank)
+            program = _compiled(function, watched, inputs)
+            if watched.asked:
+                placed.add(key)
+                at = (key, rank.micro_batch)
+            made[at] = program
+        return made[at](rank, inputs)
 
     return run
+
+
+class _Watched:
+    """A rank that remembers whether it was asked which micro-batch it runs."""
+
+    def __init__(self, rank: Any) -> None:
+        self.rank, self.asked = rank, False
+
+    @property
+    def micro_batch(self) -> int:
+        self.asked = True
+        number: int = self.rank.micro_batch
+        return number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rank, name)
 
 
 def _known(values: Sequence[Any]) -> bool:

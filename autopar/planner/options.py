@@ -46,8 +46,6 @@ class Options:
             stage of a pipeline.
         held_batches: times the inputs that the caller holds: as many micro-batches are cut out of them.
         pipeline: what the user asks of a pipeline; None asks for none.
-        seams: specs that the stage before has decided: ``received:NAME`` of what comes from it, ``gradient:NAME`` of
-            the gradient that it gets back.
     """
 
     memory_budget_bytes: int | None = None
@@ -72,7 +70,6 @@ class Options:
     in_flight: int = 1
     held_batches: int = 1
     pipeline: Pipeline | None = None
-    seams: Mapping[str, str] = field(default_factory=dict)
 
     def dtype_of(self, place: Literal["reduce", "master"]) -> str | None:
         """In which gradients are reduced, or the weights are on which the optimizer steps; None where it is theirs."""

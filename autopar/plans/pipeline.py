@@ -142,12 +142,7 @@ class PipelinePlan:
             "mesh": {"shape": list(self.mesh.shape), "names": list(self.mesh.names)},
             "blocks": list(self.blocks),
             "starts": list(self.starts),
-            "schedule": {
-                "name": self.schedule.name,
-                "micro_batches": self.schedule.micro_batches,
-                "rank_of": list(self.schedule.rank_of),
-                "order": self.schedule.to_text(),
-            },
+            "schedule": {"name": self.schedule.name, "order": self.schedule.to_text()},
             "costs": asdict(self.costs),
             "outputs": dict(self.outputs),
             "tied": {name: list(stages) for name, stages in self.tied.items()},

@@ -14,7 +14,7 @@ from autopar.ir import Graph, Input, Output, Value
 from autopar.mesh import Mesh
 from autopar.runtime.meter import MemoryMeter
 from autopar.sharding import ShardingSpec
-from autopar.spmd import Ends, LocalRank, Lowered, Results, local_ranks
+from autopar.spmd import Ends, LocalRank, Lowered, Results, at_micro_batch, local_ranks
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,19 @@ class Simulation:
 
 
 def simulate_program(
-    lowered: Lowered, graph: Graph, mesh: Mesh, named: Mapping[tuple[str, str], Tensor], seed: int
+    lowered: Lowered,
+    graph: Graph,
+    mesh: Mesh,
+    named: Mapping[tuple[str, str], Tensor],
+    seed: int,
+    micro_batch: int = 0,
 ) -> tuple[dict[str, Tensor], Simulation]:
-    """Run forward and backward of every rank. Return whole outputs by name, and the whole result."""
-    ranks = local_ranks(mesh)
+    """Run forward and backward of every rank. Return whole outputs by name, and the whole result.
+
+    Args:
+        micro_batch: its number, if ``graph`` is that of one of several.
+    """
+    ranks = tuple(at_micro_batch(rank, micro_batch) for rank in local_ranks(mesh))
     meters = [MemoryMeter() for _ in ranks]
     accumulators: list[list[Tensor]] = [_zeros(lowered.accumulators, graph, mesh, r) for r in ranks]
     inputs: dict[Output, Tensor] = {}

@@ -29,7 +29,7 @@ LIMIT_S = 5.0
 
 def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Planned | None:
     """Return the plan of ``graph``, a part of what ``planned`` plans, with the same choices; None if they do not fit
-    together with ``options.seams``, or hold more than the budget.
+    together with ``options.constraints``, or hold more than the budget.
 
     What is not decided in ``planned``, such as the spec of what crosses a seam, is decided anew.
     """

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from autopar.ir import Graph, Node, Value
 from autopar.sharding import ShardingSpec, Strategy
 
+Special = Callable[[Graph, Node], Iterator["Option"]]
+
 TIME = 0
 """The mesh axis along which the micro-batches lie."""
 
@@ -22,13 +24,15 @@ class Option:
     Args:
         combined: whether ranks would exchange summaries; a micro-batch has its own.
         plain: whether the op runs as it is on local operands.
-        first_rows: operands, by position, that list all rows of the batch in order, and the dim along which they do; a
-            micro-batch counts its rows from 0.
+        average: whether the op averages over the batch: a micro-batch's result counts one part of as many.
+        first_rows: operands, by position, that list all rows of the batch in order, and the dim along which they do. A
+            micro-batch counts its own rows from 0.
     """
 
     strategy: Strategy
     combined: bool = False
     plain: bool = False
+    average: bool = False
     first_rows: tuple[tuple[int, int], ...] = ()
 
 
@@ -72,26 +76,105 @@ def _indexed(graph: Graph, node: Node) -> Iterator[Option]:
             yield options(k, None, ())
 
 
+def _along(graph: Graph, node: Node) -> Iterator[Option]:
+    """Yield the same for indices along one dim: ``index_add(x, dim, rows, y)`` and ``index_select(x, dim, rows)``."""
+    x, indices = (graph.meta(v) for v in node.inputs[:2])
+    dim = node.args[1]
+    if not isinstance(dim, int) or not x.shape or not indices.shape:
+        return
+    at, adds = dim % len(x.shape), node.packet == "aten.index_add"
+    cut = _spec(len(x.shape), at)
+    if _rows(graph, node.inputs[1], x.shape[at]) is not None:
+        read = (cut, _spec(1, None), *([cut] if adds else []))
+        yield Option(Strategy(read, (cut,), ("rows",)), plain=True, first_rows=((1, 0),))
+    if adds:
+        partial = ShardingSpec.of(_spec(len(x.shape), None).dims, ((TIME, "sum"),))
+        yield Option(Strategy((partial, _spec(1, 0), cut), (partial,), ("rows",)), plain=True)
+
+
+def _mean(graph: Graph, node: Node) -> Iterator[Option]:
+    """Yield the ways to average over the batch, or to take the gradient of such an average."""
+    metas, made = [graph.meta(v) for v in node.inputs], node.outputs[0]
+    assert made is not None
+    longest = max((m.shape for m in metas), key=len)
+    for dim in range(len(longest)):
+        read = []
+        for m in metas:
+            own = dim - (len(longest) - len(m.shape))
+            read.append(_spec(len(m.shape), own if own >= 0 and m.shape[own] > 1 else None))
+        if made.shape == longest:
+            yield Option(Strategy(tuple(read), (_spec(len(longest), dim),), ("mean",)), plain=True, average=True)
+        elif not made.shape or (node.packet == "aten.mean" and _averages(node, dim, len(longest))):
+            partial = ShardingSpec.of(((),) * len(made.shape), ((TIME, "sum"),))
+            yield Option(Strategy(tuple(read), (partial,), ("mean",)), plain=True, average=True)
+
+
+def _averages(node: Node, dim: int, ndim: int) -> bool:
+    dims = node.args[1] if len(node.args) > 1 else None
+    return not isinstance(dims, tuple) or not dims or dim in [d % ndim for d in dims if isinstance(d, int)]
+
+
+def _mean_loss(position: int) -> Special:
+    """Return the ways to run a loss whose argument at ``position`` says that it averages."""
+
+    def special(graph: Graph, node: Node) -> Iterator[Option]:
+        given = node.args[position] if position < len(node.args) else node.kwarg("reduction", 1)
+        return _mean(graph, node) if given == 1 else iter(())
+
+    return special
+
+
 def _spec(ndim: int, cut: int | None) -> ShardingSpec:
     return ShardingSpec.of(tuple((TIME,) if d == cut else () for d in range(ndim)))
 
 
 def _rows(graph: Graph, value: Value, n: int) -> int | None:
-    """Return the dim along which an index lists 0 to ``n``; None if it lists anything else."""
+    """Return the dim along which an index lists 0 to ``n`` in order, each equally often; None if it lists anything
+    else."""
     shape = graph.meta(value).shape
-    if sum(size != 1 for size in shape) != 1 or max(shape) != n:
+    if sum(size != 1 for size in shape) != 1 or max(shape) % n:
         return None
+    times = max(shape) // n
+    listed = _bounds(graph, value) == (0, n, 1) if times == 1 else False
+    return shape.index(max(shape)) if listed or _bags(graph, value, n, times) else None
+
+
+def _bags(graph: Graph, value: Value, n: int, times: int) -> bool:
+    """Whether ``value`` is the bag of each of ``times`` elements in ``n`` bags, as ``tracer`` finds it by search."""
+    minus = graph.by_name[value.node]
+    found = graph.by_name[minus.inputs[0].node] if minus.packet == "aten.sub" and minus.inputs else minus
+    if minus.args[1:] != (1,) or found.packet != "aten.searchsorted" or not found.kwarg("right"):
+        return False
+    starts, places = found.inputs[:2]
+    return _bounds(graph, starts) == (0, n * times, times) and _bounds(graph, places) == (0, n * times, 1)
+
+
+def _bounds(graph: Graph, value: Value) -> tuple[object, ...]:
+    """Return first, end and step of the numbers that a value lists; () if they are not known."""
     made = graph.by_name[value.node]
-    while made.packet in KEEPING and len(made.inputs) == 1:
+    while len(made.inputs) == 1 and (made.packet in KEEPING or graph.meta(made.inputs[0]) == made.outputs[0]):
+        if made.packet not in KEEPING and made.packet != "aten.slice":
+            return ()
         made = graph.by_name[made.inputs[0].node]
-    bounds = {"aten.arange.default": (0, *made.args), "aten.arange.start": made.args, "aten.arange.start_step": made.args}
-    found = bounds.get(made.op, ())
-    return shape.index(n) if found[:2] == (0, n) and found[2:] in ((), (1,)) else None
+    before = (0,) if made.op == "aten.arange.default" else ()
+    return (*before, *made.args, 1)[:3] if made.packet == "aten.arange" else ()
 
 
 KEEPING = frozenset(f"aten.{n}" for n in ("view", "reshape", "unsqueeze", "squeeze", "_to_copy", "alias", "clone"))
 """Ops whose result has the elements of their operand in the same order."""
 
-SPECIAL: Mapping[str, Callable[[Graph, Node], Iterator[Option]]] = {
-    f"aten.{name}": _indexed for name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put")
+SPECIAL: Mapping[str, Special] = {
+    **{f"aten.{name}": _indexed for name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put")},
+    "aten.index_add": _along,
+    "aten.index_select": _along,
+    "aten.mean": _mean,
+    **{f"aten.{name}": _mean_loss(2) for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")},
+    **{
+        f"aten.{name}_backward": _mean_loss(3)
+        for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")
+    },
+    "aten.binary_cross_entropy": _mean_loss(3),
+    "aten.binary_cross_entropy_backward": _mean_loss(4),
+    "aten.binary_cross_entropy_with_logits": _mean_loss(4),
 }
+"""What a micro-batch can do beyond an op's strategies, by op."""

@@ -106,9 +106,7 @@ class _Price:
     copies: int = 0
 
     def __add__(self, other: _Price) -> _Price:
-        return _Price(
-            self.statistics + other.statistics, self.ahead + other.ahead, self.copies + other.copies
-        )
+        return _Price(self.statistics + other.statistics, self.ahead + other.ahead, self.copies + other.copies)
 
 
 LIKE = frozenset(
@@ -221,8 +219,7 @@ class _Walk:
     def _read(self, node: Node, option: Option) -> Iterator[ShardingSpec]:
         """Return how each operand is read."""
         for value, spec in zip(node.inputs, option.strategy.inputs, strict=True):
-            have = self.over[value]
-            yield have if node.packet in LIKE and have.dims == spec.dims else spec
+            yield self.over[value] if node.packet in LIKE and (value, self.over[value]) in self.made else spec
 
     def options(self, node: Node) -> Sequence[Option]:
         """Return the ways in which a micro-batch can run an op."""
@@ -278,7 +275,7 @@ class _Walk:
         best: Found | None = None if converted is None else (converted, None)
         node = self.graph.by_name[value.node]
         # What is cut is never computed for the whole batch again, which would be the work of all micro-batches.
-        if node.op != "placeholder" and not is_cut(self.over[value]):
+        if node.op != "placeholder" and (node.packet in LIKE or not is_cut(self.over[value])):
             for option in self.options(node):
                 fits = not option.combined and option.strategy.outputs[value.index] == spec
                 price = self._total(node, option, memo) if fits else None
@@ -379,7 +376,7 @@ class _Walk:
             call = localize(node, option.strategy, metas, self.mesh)
         read = iter(operands)
         args, kwargs = _with_values(call[1], read), tuple((k, _with_values(a, read)) for k, a in call[2])
-        own = any(v in self.own for v in operands)
+        own = node.packet not in LIKE and any(v in self.own for v in operands)
         made: list[TensorMeta | None] = []
         for i, (meta, spec) in enumerate(zip(node.outputs, option.strategy.outputs, strict=True)):
             if meta is None or spec is None:
@@ -390,7 +387,13 @@ class _Walk:
             if own and spec.is_replicated:
                 self.own.add(Value(name, i))
         phase = self.phase if name != node.name else node.phase
-        self.nodes.append(replace(node, name=name, op=call[0], args=args, kwargs=kwargs, outputs=tuple(made), phase=phase))
+        emitted = replace(node, name=name, op=call[0], args=args, kwargs=kwargs, outputs=tuple(made), phase=phase)
+        if option.average:
+            own_average = replace(emitted, name=self._unused(f"{name}_own"))
+            self.nodes.append(own_average)
+            args, kwargs = (Value(own_average.name), self.count), ()
+            emitted = replace(emitted, op="aten.div.Tensor", args=args, kwargs=kwargs)
+        self.nodes.append(emitted)
 
     def _placed(
         self, node: Node, option: Strategy, metas: Sequence[TensorMeta]
@@ -492,9 +495,7 @@ class _Walk:
                 read.update(v.node for v in node.inputs)
         return kept[::-1]
 
-    def _named(
-        self, nodes: Sequence[Node], outputs: tuple[Output, ...]
-    ) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
+    def _named(self, nodes: Sequence[Node], outputs: tuple[Output, ...]) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
         """Give nodes that were made again the names of those that they replace."""
         live = {n.name for n in nodes}
         names: dict[str, str] = {}

@@ -22,7 +22,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, in_flight, simulate
-from autopar.pipelines.orders import schedule
+from autopar.pipelines.orders import SCHEDULES, schedule
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.footprint.state import state_bytes
@@ -47,8 +47,8 @@ from autopar.solver.clock import limited, now
 TRIED = 3
 """Cuts and schedules whose stages are planned, the shortest by estimate first."""
 
-CHUNKS_TRIED = (2, 4)
-"""Stages a rank that interleaved schedules are tried with."""
+CHUNKS_TRIED = (1, 2, 4)
+"""Stages a rank that schedules are tried with."""
 
 WHOLE_SHARE = 0.4
 """Share of the time limit for the plans of the whole model."""
@@ -237,32 +237,26 @@ class _PipelineSearch:
 
     def _drawn(self, whole: _Whole) -> Iterator[_Drawn]:
         """Yield every cut and schedule that was asked for, or that may pay, with its estimated seconds."""
-        m = whole.micro.micro_batches
-        for name, chunks in self._schedules(m, len(whole.blocks)):
-            starts = self._starts(whole, name, chunks)
-            costs = self._estimate(whole, starts)
-            try:
-                made = schedule(name, self.ranks, m, chunks, costs, self._caps(whole, starts, costs, name))
-            except PlanError:
-                if self.asked.schedule == name:
-                    raise
-                continue
-            peaks = self._estimated_peaks(whole, starts, made, costs)
-            yield _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
+        m, asked = whole.micro.micro_batches, self.asked
+        for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
+            known = SCHEDULES[name].chunks
+            chunks = [c for c in CHUNKS_TRIED if c in known] if asked.chunks == AUTO else [int(asked.chunks)]
+            if name == "interleaved" and asked.chunks == AUTO:
+                chunks = chunks[1:]  # with one stage a rank it is 1F1B
+            for count in chunks:
+                try:
+                    yield self._draw(whole, name, count, m)
+                except PlanError:
+                    if asked.schedule == name and count == chunks[0]:
+                        raise
 
-    def _schedules(self, m: int, blocks: int) -> Iterator[tuple[str, int]]:
-        asked, chunks = self.asked.schedule, self.asked.chunks
-        names = ("1f1b", "zb", "listed", "gpipe", "interleaved", "zbv") if asked == AUTO else (asked,)
-        for name in names:
-            several = {"interleaved": CHUNKS_TRIED, "zbv": (2,)}.get(name, (1,))
-            for count in several if chunks == AUTO else (int(chunks),):
-                explicit = asked != AUTO and chunks != AUTO
-                if chunks != AUTO and asked == AUTO and count not in several and name != "interleaved":
-                    continue
-                if explicit or asked != AUTO or self.ranks * count <= blocks:
-                    if self.ranks * count > blocks and not (count == several[0] or explicit):
-                        continue
-                    yield name, count
+    def _draw(self, whole: _Whole, name: str, chunks: int, m: int) -> _Drawn:
+        starts = self._starts(whole, name, chunks)
+        costs = self._estimate(whole, starts)
+        rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
+        made = schedule(name, self.ranks, m, chunks, costs, self._caps(whole, starts, costs, rank_of))
+        peaks = self._estimated_peaks(whole, starts, made, costs)
+        return _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
 
     def _starts(self, whole: _Whole, name: str, chunks: int) -> tuple[int, ...]:
         stages = self.ranks * chunks
@@ -282,13 +276,15 @@ class _PipelineSearch:
                 found=f"{self.ranks} ranks along pp" + (f", {chunks} stages a rank" if chunks > 1 else ""),
                 hint=f"take at most {len(whole.blocks)} stages.",
             )
+        rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
         if split == "uniform":
-            return tuple(
-                sorted(
-                    start for ranges in partition_uniform(len(whole.blocks), self.ranks, chunks) for start, _ in ranges
-                )
-            )
-        return balanced([b.seconds for b in whole.blocks], self.ranks, chunks=chunks, folded=name == "zbv")
+            # The remainder goes to the last parts, whatever the number of chunks.
+            found = [r for ranges in partition_uniform(len(whole.blocks), stages) for r in ranges]
+        else:
+            sends = [self._send_s(size / self.stage_mesh.size) for size in whole.seams.bytes]
+            seconds = [b.seconds for b in whole.blocks]
+            found = list(balanced(seconds, stages, extra=(0.0, *sends, 0.0), rank_of=rank_of))
+        return tuple(start for start, _ in found)
 
     def _estimate(self, whole: _Whole, starts: Sequence[int]) -> Costs:
         stages = [_total(whole.blocks[a:b]) for a, b in _ranges(starts, len(whole.blocks))]
@@ -306,15 +302,12 @@ class _PipelineSearch:
         costs = CollectiveCosts(self.mesh, self.cluster.sized(self.mesh.size))
         return costs.seconds("permute", nbytes, self.mesh.names.index(AXIS))
 
-    def _caps(self, whole: _Whole, starts: Sequence[int], costs: Costs, name: str) -> tuple[float, ...]:
-        """Return the bytes that micro-batches in flight may take on each rank."""
-        chunks = len(starts) // self.ranks
-        static = [0.0] * self.ranks
+    def _caps(self, whole: _Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int]) -> tuple[float, ...]:
+        """Return the bytes that micro-batches in flight may take on each rank: at least those of one."""
+        static, least = [0.0] * self.ranks, [0.0] * self.ranks
         for stage, (a, b) in enumerate(_ranges(starts, len(whole.blocks))):
-            static[_rank_of(stage, self.ranks, name)] += _total(whole.blocks[a:b]).static
-        least = [0.0] * self.ranks
-        for stage in range(self.ranks * chunks):
-            least[_rank_of(stage, self.ranks, name)] += costs.held[stage]
+            static[rank_of[stage]] += _total(whole.blocks[a:b]).static
+            least[rank_of[stage]] += costs.held[stage]
         return tuple(max(self.budget - s, h) for s, h in zip(static, least, strict=True))
 
     def _estimated_peaks(self, whole: _Whole, starts: Sequence[int], made: Schedule, costs: Costs) -> tuple[float, ...]:
@@ -361,9 +354,9 @@ class _PipelineSearch:
                 self._stage_options(m, flying[s]),
                 memory_budget_bytes=int(share),
                 time_limit_s=time_limit_s / len(graphs),
-                constraints=_those_of(summing.graph, self.options),
+                constraints={**_those_of(summing.graph, self.options), **specs},
             )
-            found = self._stage(d.whole, summing, options, specs)
+            found = self._stage(d.whole, summing, options)
             stages.append(summing)
             planned.append(found)
             specs = seam_specs(summing, found)
@@ -380,8 +373,7 @@ class _PipelineSearch:
         )
         return max(self.budget - sum(others), 0.05 * self.budget)
 
-    def _stage(self, whole: _Whole, stage: Stage, options: Options, specs: Mapping[str, str]) -> Planned:
-        options = replace(options, seams=dict(specs))
+    def _stage(self, whole: _Whole, stage: Stage, options: Options) -> Planned:
         found = carried(whole.planned, stage.graph, self.stage_mesh, self.stage_cluster, options)
         if found is not None and found.memory.peak_bytes <= budget_bytes(self.stage_cluster, options):
             return found
@@ -399,19 +391,13 @@ class _PipelineSearch:
             backward_weight=tuple(p.backward_weight for p in parts),
             send=tuple(self._send_s(self._message_bytes(s, p)) for s, p in zip(stages[:-1], planned[:-1], strict=True)),
             held=tuple(float(p.held) for p in parts),
-            kept=tuple(float(p.kept) for p in parts),
+            kept=tuple(float(min(p.kept, p.held)) for p in parts),
             last_backward=tuple(p.delivery for p in parts),
         )
         made = d.schedule
         if made.name == "listed":
-            made = schedule(
-                "listed",
-                made.ranks,
-                m,
-                made.stages // made.ranks,
-                costs,
-                self._caps(d.whole, d.starts, costs, "listed"),
-            )
+            caps = self._caps(d.whole, d.starts, costs, made.rank_of)
+            made = schedule("listed", made.ranks, m, made.stages // made.ranks, costs, caps)
         peaks = self._peaks(made, stages, planned, parts)
         if max(peaks) > self.budget:
             raise _over(peaks, self.budget, made)
@@ -454,13 +440,13 @@ class _PipelineSearch:
         peaks = []
         for rank, actions in enumerate(made.order):
             mine = [s for s, r in enumerate(made.rank_of) if r == rank]
-            flying = dict.fromkeys(mine, 0)
+            held = dict.fromkeys(mine, 0)
             most = 0
             for kind, s, _ in actions:
-                flying[s] += kind == "F"
-                others = sum(static[t] + flying[t] * parts[t].held for t in mine if t != s)
-                most = max(most, alone[s] + max(flying[s] - 1, 0) * parts[s].held + others)
-                flying[s] -= kind in ("B", "W")
+                before = held[s] - (parts[s].held if kind in ("B", "I") else parts[s].kept if kind == "W" else 0)
+                others = sum(static[t] + held[t] for t in mine if t != s)
+                most = max(most, alone[s] + before + others)
+                held[s] = before + {"F": parts[s].held, "I": parts[s].kept}.get(kind, 0)
             peaks.append(most + sum(messages[s] for s in mine))
         return tuple(peaks)
 
@@ -487,10 +473,10 @@ def _static_bytes(planned: Planned, mesh: Mesh, options: Options) -> int:
 
 
 def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:
-    """Return the specs that the next stage takes over: of what it receives, and of the gradients that it returns."""
+    """Return constraints on the next stage: on what it receives, and on the gradients that it returns."""
     tensors = planned.program.tensors
     sent = {f"received:{o.name}": str(tensors[name].spec) for o, name in planned.program.results if o.kind == "sent"}
-    back = {f"gradient:{name}": str(t.spec) for name, t in _inputs(planned, "tangent") if name in stage.takes}
+    back = {f"received:{name}.grad": str(t.spec) for name, t in _inputs(planned, "tangent") if name in stage.takes}
     return sent | back
 
 

@@ -85,11 +85,8 @@ def _placeholder(graph: Graph, node: Node, mesh: Mesh, options: Options, forced:
     meaning = graph.input_of[node.name]
     meta = node.outputs[0]
     assert meta is not None
-    decided = options.seams.get(f"{meaning.kind}:{meaning.name}")
-    if decided is not None:
-        specs: tuple[ShardingSpec, ...] = (ShardingSpec.parse(decided),)
-    elif node.name in forced.placeholders:
-        specs = (forced.placeholders[node.name],)
+    if node.name in forced.placeholders:
+        specs: tuple[ShardingSpec, ...] = (forced.placeholders[node.name],)
     elif meaning.trainable and optimizer_takes_whole(options.optimizer):
         specs = (ShardingSpec.replicated(len(meta.shape)),)
     elif meaning.kind == "parameter":

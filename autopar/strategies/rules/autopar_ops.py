@@ -197,10 +197,15 @@ def _batch_var_mean(node: Node, metas: Metas) -> str:
     return f"{first} c {' '.join(space)} -> {statistics}, {statistics}"
 
 
+def _gradient_and_sums(node: Node, metas: Metas) -> LinearSets:
+    """Return the linear set: the gradient and its two sums, the last operands."""
+    return ((0, len(metas) - 2, len(metas) - 1),)
+
+
 rule(autopar.batch_var_mean, _batch_var_mean)
 rule(autopar.batch_norm, _channels(1, "{x}"))
 rule(autopar.batch_norm_backward_reduce, _channels(2, "c, c"), linear=FIRST)
-rule(autopar.batch_norm_backward_input, _channels(2, "{x}"))
+rule(autopar.batch_norm_backward_input, _channels(2, "{x}"), linear=_gradient_and_sums)
 
 
 @combining(autopar.batch_var_mean)

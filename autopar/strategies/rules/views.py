@@ -390,8 +390,46 @@ _view(aten.pixel_shuffle, _pixel_shuffle)
 _view(aten.pixel_unshuffle, _pixel_unshuffle)
 
 
-for _op in (aten.as_strided, aten.as_strided_scatter):
-    rule(_op, replicated)  # strides refer to the global storage
+def _in_order(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements with these strides are stored in order without gaps."""
+    steps = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
+    return [s for _, s in steps] == [math.prod(n for n, _ in steps[i + 1 :]) for i in range(len(steps))]
+
+
+def _strided(node: Node, metas: Metas, first: int) -> str:
+    """Write the rule. Strides refer to the global storage: dims may be cut if this is just another shape of all
+    elements."""
+    size, stride = ints_arg(node, first, "size"), ints_arg(node, first + 1, "stride")
+    every = math.prod(size) == metas[0].numel > 0 and not arg(node, first + 2, 0, "storage_offset")
+    if not every or not _in_order(size, stride):
+        return replicated(node, metas)
+    x, y = reshaped(metas[0].shape, size).split(" -> ")
+    return f"{x} -> {y}" if first == 1 else f"{x}, {y} -> {x}"
+
+
+def _as_strided(node: Node, metas: Metas) -> str:
+    return _strided(node, metas, 1)
+
+
+def _as_strided_scatter(node: Node, metas: Metas) -> str:
+    return _strided(node, metas, 2)
+
+
+rule(aten.as_strided, _as_strided, linear=_all, even=True)
+rule(aten.as_strided_scatter, _as_strided_scatter, linear=_all, even=True)
+
+
+@lowering(aten.as_strided)
+@lowering(aten.as_strided_scatter)
+def _lower_as_strided(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
+    first = 1 if node.packet == "aten.as_strided" else 2
+    meta, spec = (_result(node), strategy.outputs[0]) if first == 1 else (metas[1], strategy.inputs[1])
+    if spec is None or not any(spec.dims):
+        return node.op, node.args, node.kwargs
+    size = spec.local_shape(meta.shape, mesh)
+    stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+    return node.op, (*node.args[:first], size, stride), ()
+
 
 _view(aten.view_as_real, "... -> ... [parts]")
 _view(aten.view_as_complex, "... [parts] -> ...")
