@@ -129,7 +129,7 @@ def assemble_pipeline(
         tied=made.tied,
     )
     state.connect(whole.get_group(AXIS))
-    variant = _variant(model, capture, made, options, state, planned)
+    variant = _variant(model, capture, made, options, state, planned, cluster)
     place(model, None, {n: spec for n, (spec, _) in variant.parameters.items()})
     with state.precision():
         state.add(variant_key(model, planned), variant)
@@ -176,12 +176,14 @@ def _keep_states(model: nn.Module, made: PipelinePlan, state: PipelineState) -> 
         keep_states(model, made.stages[s], state)
 
 
-def _compile(model: nn.Module, state: PipelineState, call: Call, cluster: Cluster, options: Options) -> Variant:
+def _compile(
+    model: nn.Module, state: PipelineState, call: Call, cluster: Cluster, options: Options, *, every: bool = False
+) -> Variant:
     """Plan the model for another batch or mode, cut as it is, with the parameters placed as they are."""
 
     def captured() -> Capture:
         with restored_attributes(model, state.attributes_before), absent.whole(model):
-            return capture_model(model, call, options, state.mesh.size, trains=False, sums=False)
+            return capture_model(model, call, options, state.mesh.size, every=every, trains=False, sums=False)
 
     capture = on_all_ranks(captured, lambda c: c.graph.digest)
     first: PipelinePlan = state.plan
@@ -204,7 +206,7 @@ def _compile(model: nn.Module, state: PipelineState, call: Call, cluster: Cluste
         assert isinstance(read, PipelinePlan)
         made = read
     _keep_states(model, made, state)
-    return _variant(model, capture, made, options, state, call)
+    return _variant(model, capture, made, options, state, call, cluster)
 
 
 def _micro_batches(first: PipelinePlan, call: Call) -> int:
@@ -241,6 +243,7 @@ def _variant(
     options: Options,
     state: PipelineState,
     call: Call,
+    cluster: Cluster,
 ) -> Variant:
     parts = on_all_ranks(lambda: staged(capture.graph, made.micro_batches, made.starts, options))
     _learn_holders(state, parts)
@@ -251,12 +254,13 @@ def _variant(
     state.compiled += 1
     record_attributes(state.attributes_before, model, [each.place for each in capture.attribute_outputs])
 
+    call = call_on_meta(call)
+    whole_outputs = dataclasses.replace(options, outputs="whole") if options.outputs == "auto" else options
+
+    @functools.cache
     def every_tangent() -> Variant:
-        raise AutoparError(
-            "The backward of a pipeline starts from the model's loss alone.",
-            found="a gradient of another output",
-            hint='plan with outputs="whole".',
-        )
+        """Compile the same call with a backward from every output."""
+        return _compile(model, state, call, cluster, whole_outputs, every=True)
 
     return Variant(
         program,  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ def _run_program(
         state.mesh,
         state.device_mesh,
         state.local_batch,
-        functools.partial(_every_tangent, model, request.key, variant),
+        lambda: with_every_tangent(model, request.key, variant).executable,
         model._autopar_sums,
         state.clock,
         Marks(state.device),
@@ -139,7 +138,7 @@ def _run_program(
     return variant, outputs, mutations
 
 
-def _every_tangent(model: ParallelBase, key: Any, variant: Variant) -> Executable:
+def with_every_tangent(model: ParallelBase, key: Any, variant: Variant) -> Variant:
     """Compile the same program with a backward from every output; later calls use it from the start."""
     state = model._autopar
     changed = variant.guards.difference(model)
@@ -152,7 +151,7 @@ def _every_tangent(model: ParallelBase, key: Any, variant: Variant) -> Executabl
     made = variant.every_tangent()
     if variant in (known := state.variants.get(key, [])):
         known[known.index(variant)] = made
-    return made.executable
+    return made
 
 
 def global_batch_size(call: Call, state: State) -> int | None:

@@ -30,7 +30,7 @@ from autopar.runtime.pipeline.loop import Loop
 from autopar.runtime.pipeline.stage import StagePrograms
 from autopar.runtime.pipeline.state import Phase, PipelineProgram, PipelineState
 from autopar.runtime.requests import Request
-from autopar.runtime.running import global_batch_size, program_for, program_inputs
+from autopar.runtime.running import global_batch_size, program_for, program_inputs, with_every_tangent
 from autopar.runtime.tables import Tables
 from autopar.runtime.variants import ParallelBase, Variant
 from autopar.sharding import ShardingSpec
@@ -55,8 +55,8 @@ def run_pipeline(
     with state.precision():
         variant = program_for(model, request)
     program: PipelineProgram = variant.executable  # type: ignore[assignment]
-    run = PipelineRun(model, state, variant, program, stored, program_inputs(call, variant, state))
-    run.batch = global_batch_size(call, state)
+    values = program_inputs(call, variant, state)
+    run = PipelineRun(model, state, request, variant, program, stored, values, global_batch_size(call, state))
     if not torch.is_grad_enabled():
         with stopping_all_ranks(state, run.let_go) as began:
             run.phase("forwards", began, saves=False)
@@ -90,21 +90,24 @@ class PipelineRun:
         fed: the gradient of the loss with which it did.
         present: outputs that this rank has.
         batch: size of the global batch, with local batches.
+        writes: whether buffers get their new values, which a forward that is run again must not give them.
     """
 
     model: ParallelBase
     state: PipelineState
+    request: Request
     variant: Variant
     program: PipelineProgram
     stored: Tables
     values: dict[tuple[str, str], Tensor]
+    batch: int | None
+    writes: bool = True
     made: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     changed: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     given: dict[str, Any] | None = None
     ran: bool = False
     fed: float = 1.0
     present: dict[str, None] = field(default_factory=dict)
-    batch: int | None = None
     done: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
@@ -140,6 +143,19 @@ class PipelineRun:
     @property
     def clock(self) -> StepClock:
         return self.state.clock
+
+    def again(self) -> PipelineRun:
+        """Run the forwards of the program that has a backward from every output."""
+        variant = with_every_tangent(self.model, self.request.key, self.variant)
+        program: PipelineProgram = variant.executable  # type: ignore[assignment]
+        run = PipelineRun(
+            self.model, self.state, self.request, variant, program, self.stored, self.values, self.batch, writes=False
+        )
+        with stopping_all_ranks(self.state, run.let_go) as began:
+            run.phase("forwards", began)
+        run.made.clear()
+        run.marks = self.marks
+        return run
 
     # The loop.
 
@@ -226,7 +242,8 @@ class PipelineRun:
         self.changed.clear()
 
     def _write(self, name: str, value: Tensor) -> None:
-        _torch.copy_each([_torch.shard_of(self.stored.tensor(name))], [value])
+        if self.writes:
+            _torch.copy_each([_torch.shard_of(self.stored.tensor(name))], [value])
 
     # What is computed ahead.
 
@@ -443,7 +460,8 @@ class PipelineStep(torch.autograd.Function):
         run.done = True
         given = {n: t for n, t in zip(run.present, tangents, strict=True) if t is not None}
         unknown = sorted(set(given) - run.program.tangents)
-        if unknown:
+        parameters = list(run.program.parameters)
+        if unknown and not run.program.everywhere:
             raise AutoparError(
                 "The backward of a pipeline starts from the model's loss alone.",
                 found=f"a gradient of the output {unknown[0]}",
@@ -451,12 +469,15 @@ class PipelineStep(torch.autograd.Function):
             )
         began_at = stamp(run.state.device)
         with torch.no_grad():
+            if unknown:
+                run.let_go()
+                run = run.again()
             scale = _finish(run, given)
             made = run.handed_out(scale)
         run.marks.backward = (began_at, stamp(run.state.device))
         run.clock.done(run.marks)
         run.let_go()
-        return (None, None, *(_gradient(run, name, made) for name in run.program.parameters))
+        return (None, None, *(_gradient(run, name, made) for name in parameters))
 
 
 def _finish(run: PipelineRun, given: Mapping[str, Any]) -> float:
