@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from autopar.assembly import assemble
 from autopar.emission import with_emitted_source
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Cluster, Mesh
+from autopar.pipeline_assembly import assemble_pipeline, check_belongs, simulate_plan
+from autopar.pipelines.request import AXIS
+from autopar.pipelining import is_pipelined, pipeline_plan, planned_as_pipeline, with_pipelines
 from autopar.plan_options import PlanOptions, lists_options, planner_options
 from autopar.planner import Options
 from autopar.planning import (
@@ -33,9 +36,6 @@ from autopar.planning import (
     with_shared,
     world_of,
 )
-from autopar.pipeline_assembly import assemble_pipeline, check_belongs
-from autopar.pipelines.request import AXIS
-from autopar.pipelining import is_pipelined, pipeline_plan, planned_as_pipeline, with_pipelines
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan, load_plan, plan_from_json
 from autopar.precision import stored_dtype
@@ -316,7 +316,9 @@ def _check_world(mesh: Mesh | None) -> None:
         )
 
 
-def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, seed: int = 0) -> Simulation:
+def simulate(
+    model: nn.Module, meta_inputs: Any, plan: Plan | PipelinePlan | str | Path, *, seed: int = 0
+) -> Simulation:
     """Run every rank of ``plan`` in this one process, on values.
 
     Args:
@@ -341,13 +343,22 @@ def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, see
         mixed_precision=plan.options.get("mixed_precision"),
         accumulation_steps=plan.options.get("accumulation_steps", 1),
     )
+    if isinstance(plan, PipelinePlan):
+        capture = capture_model(model, call, options, plan.stage_mesh.size, sums=False)
+        check_belongs(plan, capture)
+        run = simulate_plan(capture, plan, _named(model, call, capture, options), options, seed)
+        return dataclasses.replace(run, outputs=_built(capture, run.outputs))
     capture = capture_model(model, call, options, plan.mesh.size)
     capture = as_planned(capture, plan)
     plan = belonging(plan, capture, call)
     plan, local = with_emitted_source(plan, capture, options)
     outputs, rest = simulate_program(local, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
-    built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
-    return dataclasses.replace(rest, outputs=built)
+    return dataclasses.replace(rest, outputs=_built(capture, outputs))
+
+
+def _built(capture: Capture, outputs: Mapping[str, Tensor]) -> Any:
+    """What the model returns, of whole outputs by name."""
+    return capture.returned.build([outputs.get(p) for p in capture.returned.paths])
 
 
 def _check_values(model: nn.Module, call: Call) -> None:

@@ -232,11 +232,17 @@ def builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[A
 def executable_of(
     capture: Capture, made: Plan, lowered: Lowered, options: Options, rank: Rank, edited: Edited | None
 ) -> Executable:
+    """Return the compiled program of a plan on this rank."""
     run = functools.partial(_edited, rank=rank, text=edited[0], path=edited[1]) if edited is not None else _functions
     functions = run(made, lowered, capture)
     if options.backend == "inductor":
         for name in {"forward", "backward", "accumulate", "inference"} & functions.keys():
             functions[name] = codegen.compiled(functions[name])
+    return described(functions, capture, lowered, options)
+
+
+def described(functions: Mapping[str, Any], capture: Capture, lowered: Lowered, options: Options) -> Executable:
+    """Return functions with what they take and give."""
     metas = {(o.kind, o.name): capture.graph.meta(o.value) for o in capture.graph.outputs}
     seeds = [i.node for i in capture.graph.inputs if i.kind == "seed"]
     whole = frozenset(

@@ -21,7 +21,6 @@ CONTAINERS = (*MUTABLE_CONTAINERS, tuple, frozenset)
 """Containers that guards compare by content."""
 
 
-
 @dataclass(frozen=True)
 class Absent:
     """A parameter or buffer that the ranks of another pipeline stage hold.

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import codegen, passes, planner
-from autopar.assembly import bind_to, builder, call_on_meta, executable_of, keep_states
+from autopar.assembly import bind_to, builder, call_on_meta, described, executable_of, keep_states
 from autopar.attributes import record_attributes, restored_attributes
 from autopar.emission import with_emitted_source
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster
 from autopar.pipelines.request import AXIS, Pipeline
@@ -39,6 +39,7 @@ from autopar.runtime.pipeline import absent
 from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.pipeline.norms import norms_over_pipelines
 from autopar.runtime.pipeline.running import run_pipeline
+from autopar.runtime.pipeline.simulation import PipelineSimulation, simulate_pipeline, simulated
 from autopar.runtime.pipeline.stage import Parts, StagePrograms
 from autopar.runtime.pipeline.state import PipelineProgram, PipelineState
 from autopar.runtime.requests import variant_key
@@ -97,7 +98,7 @@ def assemble_pipeline(
             )
         )
         shapes = {n: tuple(p.shape) for n, p in meant.items()}
-        placements = {n: to_placements(specs[n], state.mesh, shape) for n, shape in shapes.items() if n in specs}
+        placements = {n: tuple(to_placements(specs[n], state.mesh, shape)) for n, shape in shapes.items() if n in specs}
         install(replacements, optimizers, cast=policy_of(options.mixed_precision).master is None)
         absent.without(module, elsewhere, state.held, placements, stored)
         accept_whole_tensors(module)
@@ -194,7 +195,7 @@ def _compile(
             constraints=_placed(model, capture, state),
             pipeline=Pipeline(
                 stages=first.ranks,
-                micro_batches=_micro_batches(first, call),
+                micro_batches=_micro_batches(first, call, trains=state.trains),
                 schedule=first.schedule.name.lower(),
                 chunks=len(first.stages) // first.ranks,
                 split=tuple(first.blocks[b] for b in first.starts[1:]),
@@ -209,14 +210,14 @@ def _compile(
     return _variant(model, capture, made, options, state, call, cluster)
 
 
-def _micro_batches(first: PipelinePlan, call: Call) -> int:
+def _micro_batches(first: PipelinePlan, call: Call, *, trains: bool) -> int:
     """Return the micro-batches of another batch: as many as before; without gradients fewer where they do not divide.
 
     Raises:
         InputError: later, if they do not divide and there are gradients.
     """
     m = first.micro_batches
-    if torch.is_grad_enabled():
+    if trains:
         return m
     rows = batch_of(call)
     return next(n for n in range(min(m, max(rows, 1)), 0, -1) if rows % n == 0)
@@ -367,6 +368,21 @@ def _prologue(
 def _stage(
     capture: Capture, made: PipelinePlan, stage: Stage, s: int, options: Options, state: PipelineState
 ) -> StagePrograms:
+    own, plan, local, each = _lowered(capture, made, stage, s, options)
+    split = any(a.kind == "I" and a.stage == s for a in made.schedule.order[state.position])
+    program = executable_of(own, plan, local, each, state.rank, None)
+    return _described(program, own, stage, s, _parts(own, plan, local, each) if split else None)
+
+
+def _described(program: Executable, own: Capture, stage: Stage, s: int, parts: Parts | None) -> StagePrograms:
+    metas = {i.node: own.graph.meta(Value(i.node)) for i in own.graph.inputs}
+    return StagePrograms(s, program, metas, stage.receives, stage.sends, stage.returns, stage.takes, parts)
+
+
+def _lowered(
+    capture: Capture, made: PipelinePlan, stage: Stage, s: int, options: Options
+) -> tuple[Capture, Plan, Lowered, Options]:
+    """Return the capture of a stage in the form that was planned, its plan, its program and its options."""
     plan: Plan = made.stages[s]
     own = as_planned(dataclasses.replace(capture, graph=stage.graph), plan)
     if own.graph.digest != plan.graph_digest:
@@ -378,18 +394,7 @@ def _stage(
     steps = made.micro_batches * options.accumulation_steps
     each = dataclasses.replace(options, accumulation_steps=steps)
     plan, local = with_emitted_source(plan, own, each)
-    split = any(a.kind == "I" and a.stage == s for a in made.schedule.order[state.position])
-    metas = {i.node: own.graph.meta(Value(i.node)) for i in own.graph.inputs}
-    return StagePrograms(
-        s,
-        executable_of(own, plan, local, each, state.rank, None),
-        metas,
-        stage.receives,
-        stage.sends,
-        stage.returns,
-        stage.takes,
-        _parts(own, plan, local, each) if split else None,
-    )
+    return own, plan, local, each
 
 
 def _parts(own: Capture, plan: Plan, local: Lowered, options: Options) -> Parts | None:
@@ -400,7 +405,13 @@ def _parts(own: Capture, plan: Plan, local: Lowered, options: Options) -> Parts 
     text = codegen.emit(halves, plan.mesh, ["The backward in two parts."])
     functions = codegen.load(text, f"autopar_{plan.digest}_parts", own.graph)
     if options.backend == "inductor":
-        functions |= {n: codegen.compiled(functions[n]) for n in {"forward", "backward", "accumulate"} & functions.keys()}
+        functions |= {
+            n: codegen.compiled(functions[n]) for n in {"forward", "backward", "accumulate"} & functions.keys()
+        }
+    return _as_parts(functions, halves)
+
+
+def _as_parts(functions: Mapping[str, Any], halves: Lowered) -> Parts:
     return Parts(
         functions["forward"],
         functions["backward"],
@@ -408,3 +419,39 @@ def _parts(own: Capture, plan: Plan, local: Lowered, options: Options) -> Parts 
         tuple(o for o, _ in halves.gradients),
         tuple(o for o, _ in halves.accumulated),
     )
+
+
+def simulate_plan(
+    capture: Capture, made: PipelinePlan, named: Mapping[tuple[str, str], Tensor], options: Options, seed: int
+) -> PipelineSimulation:
+    """Run one step of a pipeline in this process; outputs are by name.
+
+    Args:
+        capture: of the whole batch, without sums of gradients.
+        named: whole parameters, buffers, constants and inputs.
+    """
+    parts = staged(capture.graph, made.micro_batches, made.starts, options)
+    stages = []
+    for s, stage in enumerate(parts.stages):
+        own, plan, local, each = _lowered(capture, made, stage, s, options)
+        halves = passes.split_backward(local, plan.program) if made.schedule.split else None
+        stages.append(_described(described(_in_one(local), own, local, each), own, stage, s, _halves(halves)))
+    prologue = None
+    if parts.micro.prologue is not None and made.prologue is not None:
+        own = dataclasses.replace(capture, graph=parts.micro.prologue)
+        _, local = with_emitted_source(made.prologue, own, dataclasses.replace(options, accumulation_steps=1))
+        prologue = local, {o.name: own.graph.meta(o.value) for o in own.graph.outputs}
+    return simulate_pipeline(
+        stages, made.schedule, made.stage_mesh, named, prologue, parts.micro.outputs, parts.micro.buffers, seed
+    )
+
+
+def _in_one(local: Lowered) -> dict[str, Any]:
+    """Return the functions of a program that run all ranks in one process."""
+    functions = {"forward": local.forward, "backward": local.backward, "inference": local.forward}
+    functions |= {"accumulate": local.accumulate} if local.accumulate is not None else {}
+    return {name: simulated(module) for name, module in functions.items()}
+
+
+def _halves(halves: Lowered | None) -> Parts | None:
+    return None if halves is None else _as_parts(_in_one(halves), halves)

@@ -165,9 +165,9 @@ __all__ = [
     "wait",
     "whole_group",
     "with_signature_of",
-    "wrap_total_norm",
     "without_causal_detection",
     "without_export_prints",
     "without_leftover_hooks",
     "without_modes",
+    "wrap_total_norm",
 ]

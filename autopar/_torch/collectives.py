@@ -208,6 +208,5 @@ def close_groups(groups: Sequence[dist.ProcessGroup]) -> None:
 
 def group_called(name: str) -> dist.ProcessGroup:
     """Return the process group by the name that ``group_name`` gives."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)
+    return found

@@ -53,7 +53,9 @@ def refuse_unfit_state(named: Mapping[str, Tensor]) -> list[Optimizer]:
     return found
 
 
-def hand_over(replaced: Sequence[tuple[str, Tensor, Tensor | None]], optimizers: Iterable[Optimizer], *, cast: bool) -> None:
+def hand_over(
+    replaced: Sequence[tuple[str, Tensor, Tensor | None]], optimizers: Iterable[Optimizer], *, cast: bool
+) -> None:
     """Give ``optimizers`` the new parameters, with state and gradients sharded like them.
 
     Reading the gradient of an old parameter raises an error from then on.

@@ -130,16 +130,17 @@ def _tables(model: nn.Module) -> Tables:
 
 def _layout(tensors: list[Any], places: Mapping[str, tuple[Table, str]]) -> Layout:
     first: dict[int, str] = {}
-    held = [(path, t) for path, t in zip(places, tensors, strict=True) if t is not None and is_dense(t)]
-    elsewhere = {p: a for p, t in zip(places, tensors, strict=True) if t is None and (a := _known(*places[p]))}
-    every = [(path, held_there.tensor if (held_there := elsewhere.get(path)) else t) for path, t in zip(places, tensors)]
-    entries = [
-        (path, first.setdefault(id(t), path), tuple(t.shape), _placements(t, elsewhere.get(path)))
-        for path, t in every
-        if t is not None and is_dense(t)
-    ]
-    loose = tuple(path for path, t in held if not is_placed(t))
-    return Layout(tensors, hashlib.blake2b(repr(entries).encode(), digest_size=16).hexdigest(), loose)
+    entries: list[tuple[Any, ...]] = []
+    loose: list[str] = []
+    for (path, place), tensor in zip(places.items(), tensors, strict=True):
+        absent = _known(*place) if tensor is None else None
+        known = tensor if absent is None else absent.tensor
+        if known is None or not is_dense(known):
+            continue
+        entries.append((path, first.setdefault(id(known), path), tuple(known.shape), _placements(known, absent)))
+        if absent is None and not is_placed(known):
+            loose.append(path)
+    return Layout(tensors, hashlib.blake2b(repr(entries).encode(), digest_size=16).hexdigest(), tuple(loose))
 
 
 def _placements(tensor: Any, absent: Absent | None) -> Any:

@@ -86,12 +86,13 @@ class Loop:
                     mail.post(reads)
             reads, sends = read_by(action, self.count), sent_by(action, self.count)
             taken = mail.take(reads) if reads is not None else []
-            made = self._act(action, taken, saves=saves)
+            made = self.act(action, taken, saves=saves)
             if sends is not None:
                 mail.send(sends, made)
         mail.finish()
 
-    def _act(self, action: Action, taken: list[Tensor], *, saves: bool) -> list[Tensor]:
+    def act(self, action: Action, taken: list[Tensor], *, saves: bool = True) -> list[Tensor]:
+        """Run an action with the tensors of the message that it reads, and return those of the message that it sends."""
         stage = self.stages[action.stage]
         if action.kind == "F":
             return self._forward(stage, action.micro_batch, taken, saves=saves)
@@ -127,8 +128,7 @@ class Loop:
         came = dict(zip(stage.takes, taken, strict=True))
         taken.clear()
         return [
-            came.pop(m.name) if m.name in came else self.feed.tangent(stage, m, s, i)
-            for m, s in stage.program.tangents
+            came.pop(m.name) if m.name in came else self.feed.tangent(stage, m, s, i) for m, s in stage.program.tangents
         ]
 
     def _last(self, stage: StagePrograms) -> bool:

@@ -32,8 +32,8 @@ def pipeline_of(gradients: Sequence[Tensor]) -> tuple[PipelineState, list[Tensor
 
     A rank without gradients takes part for the only pipeline that there is.
     """
-    known = {id(g) for g in gradients}
     models: list[Any] = list(_PIPELINES)
+    known = {id(g) for g in gradients} if models else set()
     for model in models:
         own = {id(p.grad): name for name, p in model.named_parameters() if p.grad is not None}
         if own.keys() & known or (not gradients and len(models) == 1):
@@ -57,7 +57,7 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    found = pipeline_of(gradients) if _PIPELINES else None
+    found = pipeline_of(gradients)
     if found is None:
         return original(gradients, norm_type, error_if_nonfinite, foreach)
     state, counted = found
@@ -69,7 +69,8 @@ def _total_norm(
     total = (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(norm.dtype)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            "To disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
         )
     return total

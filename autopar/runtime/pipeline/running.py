@@ -22,7 +22,7 @@ from autopar.ir import Input, TensorMeta
 from autopar.mesh import Mesh
 from autopar.runtime.accumulation import Sums, summed
 from autopar.runtime.agreement import warn_of_other_values
-from autopar.runtime.execution import local_tangent, plain_outputs, check_backward, spec_of, uncast
+from autopar.runtime.execution import check_backward, local_tangent, plain_outputs, spec_of, uncast
 from autopar.runtime.measured_steps import Marks, StepClock, stamp
 from autopar.runtime.pipeline.failures import stopping_all_ranks
 from autopar.runtime.pipeline.links import Mailbox
@@ -52,6 +52,7 @@ def run_pipeline(
         plain = {n: t for n, t in zip(call.names, call.tensors, strict=True) if not isinstance(t, DTensor)}
         warn_of_other_values(plain)
         state.compared.add(request.key)
+    state.trains = torch.is_grad_enabled()  # a compilation runs outside of inference mode, with gradients
     with state.precision():
         variant = program_for(model, request)
     program: PipelineProgram = variant.executable  # type: ignore[assignment]
@@ -113,7 +114,11 @@ class PipelineRun:
 
     def __post_init__(self) -> None:
         self.loop = Loop(
-            self.program.stages, len(self.program.schedule.rank_of), self.rank, self.program.schedule.micro_batches, self
+            self.program.stages,
+            len(self.program.schedule.rank_of),
+            self.rank,
+            self.program.schedule.micro_batches,
+            self,
         )
         self.marks = Marks(self.state.device)
         self._ahead = self._run_prologue()

@@ -119,6 +119,7 @@ class PipelineState(State):
         tied: stages that hold each parameter of several.
         held: stages that hold each parameter and buffer; those of none are everywhere.
         scale: the gradient of the loss with which the schedule runs before ``backward`` tells it.
+        trains: whether the present call has gradients.
         failed: the error that has stopped the pipeline.
     """
 
@@ -130,6 +131,7 @@ class PipelineState(State):
     held: dict[str, tuple[int, ...]] = field(default_factory=dict)
     scale: float = 1.0
     failed: str = ""
+    trains: bool = True
     links: Links = field(init=False)
     group: Any = field(init=False)
     tied_groups: dict[tuple[int, ...], Any] = field(init=False)
