@@ -142,8 +142,8 @@ class Node:
         return dict(self.kwargs).get(name, default)
 
 
-InputKind = Literal["parameter", "buffer", "constant", "input", "tangent", "seed", "accumulator"]
-OutputKind = Literal["output", "gradient", "mutation", "accumulator"]
+InputKind = Literal["parameter", "buffer", "constant", "input", "tangent", "seed", "accumulator", "received"]
+OutputKind = Literal["output", "gradient", "mutation", "accumulator", "sent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,8 @@ class Input:
     """The meaning of a placeholder. ``name`` is the FQN of a parameter or buffer, or the path of an input.
 
     ``trainable`` marks parameters that are optimized. A tangent has the name of its output. An accumulator, which holds
-    the sum of a gradient over the micro-batches so far, has the name of its parameter.
+    the sum of a gradient over the micro-batches so far, has the name of its parameter. What a pipeline stage receives
+    from the one before it, an activation, has the name of the value there.
     """
 
     node: str
@@ -162,11 +163,29 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The meaning of a result: an output of the model, a gradient, or a new value of a buffer or accumulator."""
+    """The meaning of a result: an output of the model, a gradient, a new value of a buffer or accumulator, or what a
+    pipeline stage sends to the next one.
+
+    The gradient of an input is called ``input:NAME``. A sent value has the name under which it is received, and its
+    gradient comes back as a tangent of that name.
+    """
 
     value: Value
     kind: OutputKind
     name: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the graph of a pipeline stage does not show by itself.
+
+    Args:
+        batch: size of the batch; -1 if the model has none.
+        exchanged: names of the activations and gradients that it exchanges with its neighbours.
+    """
+
+    batch: int
+    exchanged: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -175,6 +194,7 @@ class Graph:
 
     Args:
         has_loss: False if the only output with a gradient is a scalar but not a loss.
+        part: what a pipeline stage has to know of the whole; None for a whole model.
     """
 
     nodes: tuple[Node, ...]
@@ -182,11 +202,27 @@ class Graph:
     outputs: tuple[Output, ...]
     name: str = field(default="model")
     has_loss: bool = True
+    part: Part | None = None
+
+    def comes_from_stage(self, meaning: Input) -> bool:
+        """Whether an input is an activation from the stage before, or a gradient from the next one."""
+        exchanged = self.part.exchanged if self.part else frozenset()
+        return meaning.kind == "received" or (meaning.kind == "tangent" and meaning.name in exchanged)
+
+    def goes_to_stage(self, output: Output) -> bool:
+        """Whether a result is an activation for the next stage, or a gradient for the one before."""
+        exchanged = self.part.exchanged if self.part else frozenset()
+        own = output.name.removeprefix("input:")
+        return output.kind == "sent" or (output.kind == "gradient" and own != output.name and own in exchanged)
 
     @cached_property
     def lone_scalar(self) -> str | None:
         """The name of the only output that the backward starts from, if it is a scalar."""
-        tangents = [(i.name, self.by_name[i.node].outputs[0]) for i in self.inputs if i.kind == "tangent"]
+        tangents = [
+            (i.name, self.by_name[i.node].outputs[0])
+            for i in self.inputs
+            if i.kind == "tangent" and not self.comes_from_stage(i)
+        ]
         found = [(name, meta.shape) for name, meta in tangents if meta is not None]
         return found[0][0] if len(found) == 1 and found[0][1] == () else None
 

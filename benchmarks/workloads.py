@@ -11,7 +11,8 @@ with an empty cache. A budget that is a share of the free plan's peak needs that
 earlier case of the same set-up where there is one, and its seconds are not among those shown. Models are on the meta
 device, and nothing runs.
 
-Seconds are of the clock. `first` and `to 1%` are seconds until there is a plan, and until there is one whose cost is
+Seconds are of the clock on the wall; on a busy machine ``--counted`` keeps it from ending a search, so that plans are
+those of a quiet one. `first` and `to 1%` are seconds until there is a plan, and until there is one whose cost is
 within 1% of the last one's, by ``plan.trace``; a dash stands where a plan has no trace. `step` and `peak` are
 predictions. `baseline` is the step of the fastest baseline within the budget, among those that might have been better
 than the plan; ``--compare`` measures all of them, and so takes longer.
@@ -82,11 +83,12 @@ def cases(workloads: Mapping[str, Workload], patterns: Sequence[str]) -> list[Ca
     ]
 
 
-def planned(case: Case, free_peak: int | None, time_limit: float, *, compare: bool) -> Record:
+def planned(case: Case, free_peak: int | None, time_limit: float, *, compare: bool, counted: bool) -> Record:
     """Plan one case in this process; an error is recorded."""
     import torch
 
     import autopar
+    from autopar.solver.clock import only_counted
 
     torch.set_num_threads(1)
     workload, record = case.workload, {}
@@ -98,10 +100,11 @@ def planned(case: Case, free_peak: int | None, time_limit: float, *, compare: bo
                 model, inputs, memory_budget=budget, time_limit=time_limit, **workload.options(), **more
             )
 
-        budget, found = budget_of(case, free_peak, plan)
-        record |= found
-        started_s, cpu_started_s = time.perf_counter(), time.process_time()
-        made = plan(budget, compare=compare)
+        with only_counted() if counted else contextlib.nullcontext():
+            budget, found = budget_of(case, free_peak, plan)
+            record |= found
+            started_s, cpu_started_s = time.perf_counter(), time.process_time()
+            made = plan(budget, compare=compare)
         record["total_s"] = time.perf_counter() - started_s
         record["cpu_s"] = time.process_time() - cpu_started_s
         record |= described(made)
@@ -222,9 +225,10 @@ class Work(NamedTuple):
     free_peak: int | None
     time_limit: float
     compare: bool
+    counted: bool
 
     def __call__(self) -> Record:
-        return planned(self.case, self.free_peak, self.time_limit, compare=self.compare)
+        return planned(self.case, self.free_peak, self.time_limit, compare=self.compare, counted=self.counted)
 
 
 class Captured(NamedTuple):
@@ -355,7 +359,7 @@ def run_all(asked: argparse.Namespace, chosen: Sequence[Case], console: Console)
     records = stored(asked.json) if asked.resume else {}
     for case in chosen:
         if case.name not in records:
-            work = Work(case, free_peak(case.workload, records), asked.time_limit, asked.compare)
+            work = Work(case, free_peak(case.workload, records), asked.time_limit, asked.compare, asked.counted)
             about = {
                 "case": case.name,
                 "workload": case.workload.name,
@@ -393,6 +397,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here, after each case")
     parser.add_argument("--resume", action="store_true", help="skip the cases that the JSON file has")
     parser.add_argument("--compare", action="store_true", help="measure all baselines")
+    parser.add_argument("--counted", action="store_true", help="let counted work alone end searches: on a busy machine")
     parser.add_argument("--capture", action="store_true", help="capture the set-ups, and plan none")
     parser.add_argument("--verbose", action="store_true", help="with --capture, also print tracebacks")
     asked = parser.parse_args()

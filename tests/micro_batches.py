@@ -40,8 +40,9 @@ def interpreted(graph: Graph, given: Named, rank: spmd.Rank) -> dict[tuple[str, 
                 values[Value(node.name)] = given[meaning.kind, meaning.name]
                 assert tuple(values[Value(node.name)].shape) == graph.meta(Value(node.name)).shape, meaning
                 continue
-            op = "aten.reshape.default" if node.packet in ("aten.view", "aten._unsafe_view") and len(node.args) == 2 and isinstance(node.args[1], tuple) else node.op
-            target = resolve_op(op)
+            # As ``passes.lower`` has it: strides may be others than those of the capture.
+            is_view = node.packet in ("aten.view", "aten._unsafe_view") and isinstance(node.args[1], tuple)
+            target = resolve_op("aten.reshape.default" if is_view else node.op)
             kwargs = {k: argument(v) for k, v in node.kwargs}
             if _creates_tensor(target):
                 kwargs["device"] = torch.device("cpu")

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from autopar.plans import Plan
+    from autopar.plans.pipeline import load_plan
 
-    print(Plan.load(arguments.this).diff(Plan.load(arguments.other)))
+    print(load_plan(arguments.this).diff(load_plan(arguments.other)))
     return 0

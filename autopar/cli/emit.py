@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopar.codegen import check_text
-    from autopar.plans import Plan
+    from autopar.plans.pipeline import load_plan
 
-    plan = Plan.load(arguments.plan)
+    plan = load_plan(arguments.plan)
     if arguments.output is None:
         check_text(plan.source)
         print(plan.source, end="")

@@ -177,7 +177,7 @@ def pipeline_of(text: str | None) -> str | int | Pipeline | None:
             hint="write auto, a number of stages, or --pipeline stages=4,micro_batches=16,schedule=1f1b.",
         )
     read: dict[str, Any] = {k: int(v) if v.isdecimal() else v for k, v in named.items()}
-    if "split" in read and "+" in str(read["split"]) or "." in str(read.get("split", "")):
+    if ("split" in read and "+" in str(read["split"])) or "." in str(read.get("split", "")):
         read["split"] = str(read["split"]).split("+")
     return Pipeline(**read)
 

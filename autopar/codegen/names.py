@@ -256,6 +256,8 @@ def _of_input(node: fx.Node, meaning: Input | None, names: Names) -> str:
         return names.shared[node.meta["tensor"].name]
     if meaning.kind == "tangent":
         return f"d_output{meaning.name}" if meaning.name.isdigit() else f"d_{identifier(meaning.name)}"
+    if meaning.kind == "received":
+        return f"received_{identifier(meaning.name)}"
     if meaning.kind == "accumulator":
         return f"sum_before_d_{names.short(meaning.name)}"
     return names.short(meaning.name)

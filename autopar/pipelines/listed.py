@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
@@ -11,9 +11,10 @@ from typing import NamedTuple
 from autopar.errors import PlanError
 from autopar.pipelines.actions import Action, Kind, Schedule
 from autopar.pipelines.makespan import Costs, bound, held_by, simulate
-from autopar.pipelines.settings import DEPTHS, PATIENCES
+from autopar.pipelines.settings import DEPTHS, FINALISTS, PATIENCES, TRIAL
 
-ROUNDING = 1e-9  # of sums, as a share
+ROUNDING_DIGITS = 9
+ROUNDING = 10.0**-ROUNDING_DIGITS  # of sums, as a share
 
 
 class Preference(NamedTuple):
@@ -59,24 +60,32 @@ def listed(
                 found=f"{least:.0f} bytes, of {cap:.0f} for all micro-batches in flight",
                 hint="cut the batch into more micro-batches, or the model into more stages",
             )
-    least_seconds = bound(costs, rank_of, micro_batches)
-    best, best_seconds = None, inf
-    for preference in _preferences(split):
+    preferences = _preferences(split)
+    trial = TRIAL * ranks
+    if micro_batches > trial:
+        preferences = [preference for preference, _ in _runs(costs, rank_of, trial, caps, preferences)[:FINALISTS]]
+    return _runs(costs, rank_of, micro_batches, caps, preferences)[0][1]
+
+
+def _runs(
+    costs: Costs, rank_of: Sequence[int], micro_batches: int, caps: Sequence[float], preferences: Iterable[Preference]
+) -> list[tuple[Preference, Schedule]]:
+    """The orders of some preferences, shortest first; no more of them once one meets the bound."""
+    least = bound(costs, rank_of, micro_batches)
+    runs: list[tuple[float, Preference, Schedule]] = []
+    for preference in preferences:
         schedule = _Greedy(costs, rank_of, micro_batches, caps, preference).run()
-        seconds = simulate(schedule, costs).seconds
-        if best is None or seconds < best_seconds * (1 - ROUNDING):
-            best, best_seconds = schedule, seconds
-        if best_seconds <= least_seconds * (1 + ROUNDING):
+        excess = round(simulate(schedule, costs).seconds / least - 1, ROUNDING_DIGITS) if least else 0.0
+        runs.append((excess, preference, schedule))
+        if excess <= 0:
             break
-    assert best is not None
-    return best
+    return [(preference, schedule) for _, preference, schedule in sorted(runs, key=lambda run: run[0])]
 
 
-def _preferences(split: bool | None) -> Iterator[Preference]:
-    if split is not True:
-        yield from map(Preference._make, product((False,), PATIENCES[:1], (True, False), DEPTHS))
-    if split is not False:
-        yield from map(Preference._make, product((True,), PATIENCES, (True, False), DEPTHS))
+def _preferences(split: bool | None) -> list[Preference]:
+    whole = product((False,), PATIENCES[:1], (True, False), DEPTHS) if split is not True else ()
+    halves = product((True,), PATIENCES, (True, False), DEPTHS) if split is not False else ()
+    return [Preference(*values) for values in (*whole, *halves)]
 
 
 class _Greedy:

@@ -153,7 +153,7 @@ class _Verifier:
         """Whether the caller can give an input in this spec."""
         if meaning.kind == "accumulator":
             return True  # the op that adds to it decides its spec
-        if meaning.kind == "parameter":
+        if meaning.kind == "parameter" or self.graph.comes_from_stage(meaning):
             return self._is_stored(meta, spec)
         if meaning.kind == "input":
             return not spec.partial if self.options.batch == "global" else spec == self._plain_spec(meta)
@@ -293,11 +293,13 @@ class _Verifier:
         for output, name in self.program.results:
             what, spec = f"the {output.kind} {output.name}", self._tensor(name).spec
             _require(self.value_of[name] == output.value and not self._tensor(name).host, f"{what} is {name}")
-            early = output.kind in ("output", "mutation")
+            early = output.kind in ("output", "mutation", "sent")
             _require(early == (self.phase[name] == "forward"), f"{what} is made in the {self.phase[name]}")
             meta = self.graph.meta(output.value)
             if output.kind == "output":
                 _require(self._is_valid_output(meta, spec), f"{what} in {spec}")
+            elif self.graph.goes_to_stage(output):
+                _require(self._is_stored(meta, spec), f"{what} in {spec}")
             else:
                 as_input = output.name.startswith("input:")
                 _require(spec == (self._plain_spec(meta) if as_input else stored[output.name]), f"{what} in {spec}")
@@ -347,7 +349,9 @@ def _kept_for_backward(program: Program) -> set[str]:
     """Return what the backward reads of the forward."""
     made = {t.name for op in program.ops if op.phase == "forward" for t in op.writes}
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
-    return made & (read | {name for output, name in program.results if output.kind not in ("output", "mutation")})
+    return made & (
+        read | {name for output, name in program.results if output.kind not in ("output", "mutation", "sent")}
+    )
 
 
 def _require(condition: bool, found: str) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ from autopar.mesh import Mesh
 from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, Timeline, in_flight, simulate
 from autopar.pipelines.request import AXIS
+from autopar.plans.pipeline_table import pipeline_differences, pipeline_table
 from autopar.plans.plan import Plan, checked_read, read_json, write_text
-from autopar.plans.pipeline_table import pipeline_table
 from autopar.plans.typed import entries, require
 
 Assembled = Literal["sum", "concatenate", "same"]
@@ -164,6 +165,38 @@ class PipelinePlan:
             PlanError: if the file cannot be written.
         """
         write_text(path, self.to_json())
+
+    def report(self, path: str | Path) -> None:
+        """Write a report of the step, the stages and the pipelines considered: one HTML file that opens offline.
+
+        Raises:
+            PlanError: if the file cannot be written.
+        """
+        from autopar.plans.report.pipeline import pipeline_page
+
+        write_text(path, pipeline_page(self, self.digest))
+
+    def _repr_html_(self) -> str:
+        """Show the table, and the report to unfold, in a notebook."""
+        from autopar.plans.report.pipeline import pipeline_page
+
+        framed = (
+            f'<iframe srcdoc="{escape(pipeline_page(self, self.digest))}" style="width:100%;height:42rem"></iframe>'
+        )
+        return f"<pre>{escape(pipeline_table(self))}</pre><details><summary>report</summary>{framed}</details>"
+
+    def diff(self, other: object) -> str:
+        """Describe what differs between two plans of pipelines: predictions, schedule, cut, and each stage's plan.
+
+        Raises:
+            PlanError: if ``other`` is not the plan of a pipeline.
+        """
+        if not isinstance(other, PipelinePlan):
+            hint = "load the other plan with autopar.PipelinePlan.load(path)."
+            raise PlanError("A pipeline can only be compared with another pipeline.", found=repr(other)[:80], hint=hint)
+        if self.digest == other.digest:
+            return "The pipelines run the same programs in the same order."
+        return pipeline_differences(self, other)
 
     @staticmethod
     def load(path: str | Path) -> PipelinePlan:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 from autopar.mesh import Mesh
 from autopar.pipelines.actions import Action, Schedule
 from autopar.pipelines.makespan import Costs, Timeline
+from autopar.plans.differences import differences
 from autopar.plans.record import PlanRecord
 from autopar.plans.table import columns, painted, seconds, size, wrapped
 
@@ -78,12 +80,11 @@ def _rows(plan: Shown) -> list[list[str]]:
     ends = [*plan.starts[1:], len(plan.blocks)]
     costs, rows = plan.costs, []
     for s, (start, end) in enumerate(zip(plan.starts, ends, strict=True)):
-        first, last = plan.blocks[start], plan.blocks[end - 1]
         rows.append(
             [
                 str(s),
                 str(plan.schedule.rank_of[s]),
-                first if first == last else f"{first} to {last}",
+                block_range(plan, s),
                 str(end - start),
                 str(plan.in_flight[s]),
                 seconds(costs.forward[s]),
@@ -94,6 +95,18 @@ def _rows(plan: Shown) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def block_range(plan: Shown, stage: int) -> str:
+    """Return the first and the last block of a stage."""
+    ends = [*plan.starts[1:], len(plan.blocks)]
+    named = [name for name in plan.blocks[plan.starts[stage] : ends[stage]] if name]
+    if not named:
+        return f"blocks {plan.starts[stage]} to {ends[stage] - 1}"
+    if named[0] == named[-1]:
+        return named[0]
+    folder = os.path.commonprefix([named[0], named[-1]]).rpartition(".")[0]
+    return f"{named[0]} to {named[-1].removeprefix(f'{folder}.') if folder else named[-1]}"
 
 
 def timeline_lines(schedule: Schedule, timeline: Timeline, width: int = LINE) -> list[str]:
@@ -117,3 +130,25 @@ def _mark(action: Action) -> str:
     if action.kind == "W":
         return "w"
     return str(action.micro_batch % 10) if action.kind == "F" else "abcdefghijklmnopqrstuv"[action.micro_batch % 22]
+
+
+def pipeline_differences(a: Shown, b: Shown) -> str:
+    """Compare what the tables of two pipelines show, and the plans of their stages."""
+    figures = [
+        ("mesh", str(a.mesh), str(b.mesh)),
+        ("cluster", a.cluster, b.cluster),
+        ("schedule", a.schedule.name, b.schedule.name),
+        ("micro-batches", str(a.schedule.micro_batches), str(b.schedule.micro_batches)),
+        ("stages", str(a.schedule.stages), str(b.schedule.stages)),
+        ("first blocks", " ".join(map(str, a.starts)), " ".join(map(str, b.starts))),
+        ("step time", seconds(a.step_time), seconds(b.step_time)),
+        ("waiting", f"{a.bubble:.1%}", f"{b.bubble:.1%}"),
+        ("peak memory", size(a.peak_memory), size(b.peak_memory)),
+    ]
+    lines = [f"{'':<22} {'this':>16}    {'other':<16}"]
+    lines += [f"{name:<22} {this:>16} -> {other:<16}".rstrip() for name, this, other in figures if this != other]
+    if len(a.stages) == len(b.stages):
+        for s, (this, other) in enumerate(zip(a.stages, b.stages, strict=True)):
+            if this.digest != other.digest:
+                lines += ["", f"stage {s}", *(f"  {line}" for line in differences(this, other).splitlines()[1:])]
+    return "\n".join(lines)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir import LocalOffset as LocalOffset
+from autopar.ir import LocalOffset
 from autopar.mesh import Mesh
 from autopar.sharding.spec import ShardingSpec
+
+__all__ = ["LocalChoice", "LocalLength", "LocalOffset", "local_length"]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,14 @@ from autopar.training.handlers import (
 from autopar.training.launch import launch_from_openmpi, launch_from_slurm, launch_from_torch, set_seed
 from autopar.training.master import MasterWeights
 from autopar.training.optimizers import MixedPrecisionOptimizer, OptimizerWrapper
+from autopar.training.pipeline import (
+    InterleavedPipelineSchedule,
+    PipelineSchedule,
+    PipelineSharedModuleGradientHandler,
+    PipelineSharedModuleWrapper,
+    partition_balanced,
+    partition_uniform,
+)
 from autopar.training.scaling import GradScaler
 from autopar.training.schedules import BaseSchedule, NonPipelineSchedule
 
@@ -51,10 +59,14 @@ __all__ = [
     "GradAccumLrSchedulerByStep",
     "GradAccumOptimizer",
     "GradScaler",
+    "InterleavedPipelineSchedule",
     "MasterWeights",
     "MixedPrecisionOptimizer",
     "NonPipelineSchedule",
     "OptimizerWrapper",
+    "PipelineSchedule",
+    "PipelineSharedModuleGradientHandler",
+    "PipelineSharedModuleWrapper",
     "ResumableDataLoader",
     "Resumed",
     "accumulate_gradient",
@@ -70,6 +82,8 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
     "make_gradient_handlers",
+    "partition_balanced",
+    "partition_uniform",
     "priority_execution",
     "register_gradient_handler",
     "sampler",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -165,6 +165,39 @@ class Booster:
     def backward(self, loss: Tensor, optimizer: Any = None) -> None:
         """Add the gradients of ``loss``, scaled if the optimizer needs it."""
         backward(loss, optimizer)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: Any = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Run forward and backward of the next batch, in micro-batches where the model is a pipeline.
+
+        A model that is no pipeline runs the whole batch.
+
+        Args:
+            data_iter: yields batches: mappings of keyword arguments, tuples of positional ones, or a tensor.
+            criterion: called as ``criterion(outputs, inputs)``; returns the loss.
+            optimizer: the boosted one, which may scale the loss; it does not step.
+
+        Returns:
+            ``loss``, detached, on every rank, and ``outputs``; None where they are not asked for.
+
+        Raises:
+            StopIteration: no batch is left.
+        """
+        inputs = next(data_iter)
+        if isinstance(inputs, Mapping):
+            outputs = model(**inputs)
+        else:
+            outputs = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        loss = criterion(outputs, inputs)
+        backward(loss, optimizer)
+        return {"loss": loss.detach() if return_loss else None, "outputs": outputs if return_outputs else None}
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which backwards need not reduce gradients yet, if the model can delay the reduction."""

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.errors import ConstraintError, InfeasibleError, SpecError
-from autopar.ir import Graph, Value
+from autopar.ir import Graph, Input, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.answers.nearby import replan_nearby
 from autopar.planner.options import Options
-from autopar.planner.problem.constraints import Forced, module_outputs, resolve, without_constraint
+from autopar.planner.problem.constraints import Forced, exchanged, module_outputs, resolve, without_constraint
 from autopar.planner.problem.specs import stored_specs
+from autopar.planner.problem.variables import is_handed_out
 from autopar.planner.search.search import Planned, plan_graph
+from autopar.program import Program
 from autopar.sharding import ShardingSpec
 
 MAX_SHOWN = 3
@@ -149,7 +151,17 @@ def named_specs(planned: Planned, graph: Graph) -> dict[str, ShardingSpec]:
     for output, name in planned.program.results:
         if output.kind == "output":
             specs[f"output:{output.name}"] = made[name]
-    return specs
+    return specs | exchanged_specs(planned.program, graph)
+
+
+def exchanged_specs(program: Program, graph: Graph) -> dict[str, ShardingSpec]:
+    """Return the specs in which a pipeline stage exchanges values with its neighbours, by the names that constraints
+    use."""
+    results = {(output.kind, output.name): tensor for output, tensor in program.results}
+    return {
+        name: program.tensors[end.node if isinstance(end, Input) else results[end.kind, end.name]].spec
+        for name, end in exchanged(graph).items()
+    }
 
 
 def _shape_and_spec(q: Question, name: str) -> tuple[tuple[int, ...], ShardingSpec | None]:
@@ -162,7 +174,7 @@ def _shape_and_spec(q: Question, name: str) -> tuple[tuple[int, ...], ShardingSp
     made = q.planned.program.tensors
     for node in forced.placeholders:
         return made[node].meta.shape, made[node].spec
-    results = {o.name: tensor for o, tensor in q.planned.program.results if o.kind == "output"}
+    results = {o.name: tensor for o, tensor in q.planned.program.results if is_handed_out(o)}
     for output in forced.outputs:
         return made[results[output]].meta.shape, made[results[output]].spec
     for value in forced.values:

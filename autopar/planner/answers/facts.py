@@ -61,7 +61,13 @@ def _names(graph: Graph) -> dict[str, str]:
     prefix = {"parameter": "", "buffer": "", "constant": ""}
     names = {i.node: f"{prefix.get(i.kind, f'{i.kind}:')}{i.name}" for i in graph.inputs}
     for o in graph.outputs:
-        own = f"output:{o.name}" if o.kind == "output" else f"{o.name}.grad" if o.kind == "gradient" else o.name
+        own = (
+            f"{o.kind}:{o.name}"
+            if o.kind in ("output", "sent")
+            else f"{o.name}.grad"
+            if o.kind == "gradient"
+            else o.name
+        )
         names.setdefault(str(o.value), own)
     return names
 

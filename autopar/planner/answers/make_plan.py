@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.answers.explain import explain
+from autopar.planner.answers.explain import exchanged_specs, explain
 from autopar.planner.answers.facts import gather_facts
 from autopar.planner.footprint.state import moved_state_bytes
 from autopar.planner.options import Options
@@ -52,6 +52,7 @@ def make_plan(
         if output.kind == "output":
             specs[f"output:{output.name}"] = made[name]
             specs.setdefault(output.name, made[name])
+    specs |= exchanged_specs(program, graph)
     for alias, name in options.aliases.items():
         if name in specs:
             specs[alias] = specs[name]

@@ -181,7 +181,7 @@ class Restrictions:
         if v.kind == "parameter" and v.node is not None:
             label = tensor.parameters.get(v.node.name) if tensor else None
             return self._parameter(v, v.node, baseline, label)
-        if v.kind == "input" and v.node is not None:
+        if v.kind in ("input", "received") and v.node is not None:
             has_batch = Value(v.node.name) in self._batch_inputs
             return _or_all([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
         if any(v.kept):

@@ -72,12 +72,12 @@ class Dataflow:
         return factors, [(i, dims) for i, dims in made if dims]
 
     def batch(self) -> dict[Value, frozenset[int]]:
-        """Return dim 0 of every input that has the batch there."""
+        """Return dim 0 of every input that has the batch there, activations of other pipeline stages included."""
         size = batch_size(self.graph)
         found = {}
         for i in self.graph.inputs:
             meta = self.graph.by_name[i.node].outputs[0]
-            if i.kind in ("input", "tangent") and meta is not None and meta.shape and meta.shape[0] == size:
+            if i.kind in ("input", "received", "tangent") and meta is not None and meta.shape and meta.shape[0] == size:
                 found[Value(i.node)] = frozenset((0,))
         return found
 
@@ -101,6 +101,8 @@ def _state(graph: Graph) -> Iterable[Value]:
 
 def batch_size(graph: Graph) -> int:
     """Return the size of dim 0 of the first input that has dims; -1 if there is none."""
+    if graph.part is not None:
+        return graph.part.batch
     for i in graph.inputs:
         meta = graph.by_name[i.node].outputs[0]
         if i.kind == "input" and meta is not None and meta.shape:

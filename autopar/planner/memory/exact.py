@@ -311,7 +311,9 @@ class _Sweep:
         tensor, meaning = op.writes[0], self.graph.input_of[op.node]
         name, cut = tensor.name, not tensor.spec.is_replicated
         self.layouts[name] = self._local(tensor)
-        if meaning.kind == "tangent":
+        if self.graph.comes_from_stage(meaning):
+            self._allocate(name, self._bytes(tensor), self.op_at.get(self.backward, 0) if op.phase == "backward" else 0)
+        elif meaning.kind == "tangent":
             start, end = self.op_at.get(self.backward, 0), self.last_event
             whole = is_plain_output(self.graph, tensor.meta, self.options)
             self._allocate(name, self._bytes(tensor), start, start if whole and cut else end)
@@ -436,8 +438,10 @@ class _Sweep:
             held = self.allocations.get(self.storage.get(name, ""))
             if held is None:
                 continue
-            if output.kind == "mutation":
+            if output.kind in ("mutation", "sent"):
                 held.last = max(held.last, start - 1)
+            elif self.graph.goes_to_stage(output):
+                held.last = max(held.last, self.last_event)
             else:
                 held.kind, held.last = "outputs" if output.kind == "output" else "gradients", end
             if is_gradient(output):
@@ -446,7 +450,7 @@ class _Sweep:
             held.kind = held.kind or ("activations" if held.first < start <= held.last else "temporaries")
         for op in self.program.ops:
             held = self.allocations.get(op.writes[0].name) if op.kind == "input" else None
-            if held is not None:
+            if held is not None and not self.graph.comes_from_stage(self.graph.input_of[op.node]):
                 held.kind = "gradients" if self.graph.input_of[op.node].kind == "accumulator" else "inputs"
 
     @cached_property
@@ -552,7 +556,7 @@ class _Sweep:
                 yield "optimizer", op.node, held.optimizer - moved
             elif meaning.kind in ("buffer", "constant"):
                 yield "buffers", op.node, tensor.meta.bytes
-            elif meaning.kind not in ("tangent", "accumulator"):
+            elif meaning.kind not in ("tangent", "accumulator", "received"):
                 held_bytes = self._bytes(tensor) if self.options.batch == "local" else tensor.meta.bytes
                 yield "inputs", op.node, held_bytes * (self.options.held_batches if meaning.kind == "input" else 1)
         yield "optimizer", "", optimizer_table_bytes(self.options.optimizer, trained)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from autopar.ir import Graph, Value
 from autopar.planner.footprint.op_work import local_bytes
+from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.memory.live_ranges import ProgramPoint, rerun_point
 from autopar.planner.memory.usages import static_usages
 from autopar.planner.options import Options
@@ -479,7 +480,8 @@ def _backward_start(graph: Graph) -> int:
 
 def _forward_ends(d: Decisions) -> dict[Value, float]:
     """Return the end of the step for results of the forward and the values that they are views of."""
-    forward_ends = {o.value: math.inf for o in d.graph.outputs if o.kind != "gradient" or o.name.startswith("input:")}
+    found = (o for o in d.graph.outputs if not is_gradient(o) and not d.graph.goes_to_stage(o))
+    forward_ends = {o.value: math.inf for o in found}
     for node in reversed(d.graph.nodes):
         if node.name in d.views and Value(node.name) in forward_ends:
             forward_ends[node.inputs[0]] = math.inf

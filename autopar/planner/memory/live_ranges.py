@@ -41,6 +41,7 @@ class LiveRanges:
         backward: the first and last point at which the backward has each forward value.
         reads: the first and last read of each value, by phase.
         stored: gradients, which their parameters' variables hold.
+        turn: the point at which the backward begins.
         released_by: by phase, the op that lets go of a value's original: the last one that reads it from its copy
             variable or its hold variable, or the only one that reads it as made. If that op takes the value in another
             spec, only the redistributed operand is held while it runs.
@@ -51,6 +52,7 @@ class LiveRanges:
     backward: Mapping[Value, tuple[ProgramPoint, ProgramPoint]]
     reads: Mapping[Phase, tuple[Mapping[Value, int], Mapping[Value, int]]]
     stored: Collection[Value]
+    turn: int
     released_by: Mapping[Phase, Mapping[Value, str]]
 
 
@@ -64,7 +66,7 @@ def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
     turn = next((i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder"), len(at))
     first, last = _backward_reads(graph, at)
     mutated = {o.value: turn - 1 for o in graph.outputs if o.kind == "mutation"}
-    returned = dict.fromkeys(d.returned, len(at))
+    returned = dict.fromkeys(d.returned, turn - 1) | dict.fromkeys(d.kept_by_caller, len(at))
     reads = {
         phase: (_first_reads(graph, at, phase), _last_reads(graph, at, phase, mutated if phase == "forward" else {}))
         for phase in PHASES
@@ -76,6 +78,7 @@ def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
         {v: (first[v], last[v]) for v in first},
         reads,
         {o.value for o in graph.outputs if is_gradient(o)},
+        turn,
         _released_by(d, holds=holds),
     )
 

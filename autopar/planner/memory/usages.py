@@ -33,7 +33,7 @@ from autopar.planner.memory.live_ranges import (
     rerun_point,
 )
 from autopar.planner.options import Options
-from autopar.planner.problem.variables import Decisions, Variable, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Variable, copy_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Usage
 from autopar.solver.clock import tick
@@ -187,14 +187,19 @@ def _usages_of(
     elif v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
         yield sizes.made(v.node.outputs[0], v.options, 0), 0, live.reads["backward"][1][Value(v.node.name)]
     elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
-        meta = v.node.outputs[0]
+        meta, meaning = v.node.outputs[0], d.graph.input_of[v.node.name]
+        if d.graph.comes_from_stage(meaning):
+            yield sizes.made(meta, v.options, 0), *_span_from_stage(d, Value(v.node.name), live)
+            return
         whole = v.kind == "input" and options.batch == "global"
         held = np.full(len(v.options), float(meta.bytes)) if whole else sizes.made(meta, v.options, 0)
         yield held * (options.held_batches if v.kind == "input" else 1), 0, end
     elif v.kind == "copy" and v.value is not None:
         yield from _copy_usages(sizes, v, v.value, live)
     elif v.kind == "output" and v.value is not None:
-        yield sizes.made(d.graph.meta(v.value), v.options, 0), last_read(d, v.value, live) + BEFORE, end
+        sent = live.turn - 1 if v.phase == "forward" else end - 1
+        until = end if v.value in d.kept_by_caller else sent
+        yield sizes.made(d.graph.meta(v.value), v.options, 0), last_read(d, v.value, live) + BEFORE, until
     elif v.kind == "hold" and v.value is not None:
         size = sizes.made(d.graph.meta(v.value), v.options, 0)
         first, last = live.backward.get(v.value, (end, -1))
@@ -210,6 +215,17 @@ def _usages_of(
             yield size * remade, math.nextafter(gone, math.inf), last
     elif v.kind == "op" and v.node is not None:
         yield from _op_usages(sizes, v, v.node, live)
+
+
+def _span_from_stage(d: Decisions, value: Value, live: LiveRanges) -> tuple[float, float]:
+    """Return the points between which what comes from another pipeline stage is certainly held.
+
+    If the backward has a copy of an activation, it may be the forward's, and the original is then gone.
+    """
+    if d.graph.by_name[value.node].phase == "backward":
+        return live.turn, live.reads["backward"][1].get(value, live.turn)
+    backward = -1 if copy_key(value, "backward") in d.index else live.reads["backward"][1].get(value, -1)
+    return 0, max(live.forward.get(value, 0), backward)
 
 
 def _parameter_usages(

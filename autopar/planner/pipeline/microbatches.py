@@ -1,33 +1,33 @@
 """The graph of one micro-batch: a shard of the whole batch's graph on an axis of time.
 
-The graph is walked on a mesh of one axis, along which the micro-batches lie. Inputs with the batch are cut by it and all
-others are replicated. Each node takes the strategy whose operands are there as they come, so a value is either *cut*
-along the batch, *partial*, a sum over micro-batches, or *whole*, as computed from the whole batch. Losses and gradients
-of parameters are partial: they are added up, and equal those of the whole batch.
+The graph is walked on a mesh of one axis, along which the micro-batches lie. Inputs with the batch are cut by it, and
+all others are replicated. Each node takes the strategy whose operands are there as they come, so a value is either
+*cut* along the batch, *partial*, a sum over micro-batches, or *whole*, as computed from the whole batch. Losses and
+gradients of parameters are partial: they are added up, and equal those of the whole batch.
 
 Where an op needs more than its micro-batch has, there are three cases:
 
 - What depends on inputs alone, such as the number of labelled tokens, is computed for the whole batch *ahead*.
-- A partial statistic of activations, such as the variance in batch norm, is each micro-batch's own. Micro-batches are of
-  equal size, so ``m`` times its part estimates the sum. That is one more value that every reader takes for whole.
+- A partial statistic of activations, such as the variance in batch norm, is each micro-batch's own. Micro-batches are
+  of equal size, so ``m`` times its part estimates the sum. Its readers take the estimate for the whole.
 - Anything else, such as the similarities of all samples to each other, is refused.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from autopar.errors import InputError, PlanError
-from autopar.ir import FLOATS, Arg, Graph, Input, LocalOffset, Node, Output, Phase, TensorMeta, Value, values_in
+from autopar.ir import FLOATS, Graph, Input, LocalOffset, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.graphs.dataflow import Dataflow, batch_size
 from autopar.planner.pipeline.indexed import SPECIAL, TIME, Option
 from autopar.sharding import LocalChoice, LocalLength, ShardingSpec, Strategy
-from autopar.strategies import combine, localize, strategies
+from autopar.strategies import combine, flops, localize, strategies
+from autopar.strategies.registry import LocalCall
 
 Joined = Literal["sum", "concatenate", "same"]
 """How a result of the whole batch follows from those of its micro-batches: their sum, their concatenation along dim 0,
@@ -111,7 +111,10 @@ class _Price:
 
 LIKE = frozenset(
     f"aten.{name}"
-    for name in "new_zeros new_ones new_full new_empty new_empty_strided zeros_like ones_like full_like empty_like".split()
+    for name in (
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+        *("zeros_like", "ones_like", "full_like", "empty_like"),
+    )
 )
 """The ops that read nothing of their operand but its shape, dtype and device."""
 
@@ -169,8 +172,8 @@ class _Walk:
         names = tuple(f"ahead:{v}" for v in self.ahead)
         rows = batch_size(self.graph)
         notices = tuple(
-            f"{module or self.graph.name}: each micro-batch has its own statistics, of {rows // self.count} rows of the "
-            f"batch; one device has those of all {rows}."
+            f"{module or self.graph.name}: each micro-batch has its own statistics, of {rows // self.count} rows of "
+            f"the batch; one device has those of all {rows}."
             for module in self.statistics
         )
         graph = replace(self.graph, nodes=nodes, inputs=inputs, outputs=outputs)
@@ -274,8 +277,7 @@ class _Walk:
         converted = self._conversion(value, spec, memo)
         best: Found | None = None if converted is None else (converted, None)
         node = self.graph.by_name[value.node]
-        # What is cut is never computed for the whole batch again, which would be the work of all micro-batches.
-        if node.op != "placeholder" and (node.packet in LIKE or not is_cut(self.over[value])):
+        if node.op != "placeholder" and self._is_cheap(node, value):
             for option in self.options(node):
                 fits = not option.combined and option.strategy.outputs[value.index] == spec
                 price = self._total(node, option, memo) if fits else None
@@ -284,6 +286,14 @@ class _Walk:
                     best = price, option
         memo[form] = best
         return best
+
+    def _is_cheap(self, node: Node, value: Value) -> bool:
+        """Whether a value may be made again. What is cut is not: that would be the work of all micro-batches."""
+        if node.packet in LIKE or not is_cut(self.over[value]):
+            return True
+        # An input of as many rows as the batch may still be none of it, such as the positions of a sequence.
+        known = all(v.node in self.of_inputs for v in node.inputs if is_cut(self.over[v]))
+        return known and not flops(node, tuple(self.graph.meta(v) for v in node.inputs))
 
     def _conversion(self, value: Value, spec: ShardingSpec, memo: dict[Form, Found | None]) -> _Price | None:
         have, meta, known = self.over[value], self.graph.meta(value), value.node in self.of_inputs
@@ -371,7 +381,9 @@ class _Walk:
         for position, dim in option.first_rows:
             operands[position] = self._first_rows(node.inputs[position], operands[position], dim)
         metas = tuple([self.graph.meta(v) for v in node.inputs])
-        call = (node.op, node.args, node.kwargs) if option.plain else self._placed(node, option.strategy, metas)
+        call: LocalCall | None = (node.op, node.args, node.kwargs)
+        if not option.plain:
+            call = self._placed(node, option.strategy, metas)
         if call is None:  # the summary of a micro-batch is that of its own rows
             call = localize(node, option.strategy, metas, self.mesh)
         read = iter(operands)
@@ -395,19 +407,19 @@ class _Walk:
             emitted = replace(emitted, op="aten.div.Tensor", args=args, kwargs=kwargs)
         self.nodes.append(emitted)
 
-    def _placed(
-        self, node: Node, option: Strategy, metas: Sequence[TensorMeta]
-    ) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]] | None:
-        """Return the micro-batch's call; None if it depends on the place of the micro-batch in a way that no op takes."""
+    def _placed(self, node: Node, option: Strategy, metas: Sequence[TensorMeta]) -> LocalCall | None:
+        """Return the micro-batch's call; None if it depends on the micro-batch's place in a way that no op takes."""
         op, args, kwargs = localize(node, option, metas, self.mesh)
-        if op == "aten.reshape.default" and node.args[1:] == args[1:]:
-            op = node.op
+        op = node.op if node.packet in ("aten.view", "aten._unsafe_view") else op  # as captured
         differs = [a for a in _leaves((args, kwargs)) if isinstance(a, (LocalChoice, LocalLength, LocalOffset))]
         if any(not isinstance(a, LocalOffset) for a in differs) or (differs and node.packet not in PLACED):
             return None
-        return op, tuple(map(self._place, args)), tuple((k, self._place(a)) for k, a in kwargs)
+        # What a lowering adds for ranks that have a part of a vocabulary is added when the micro-batch is lowered.
+        named = {k for k, _ in node.kwargs}
+        said = ((k, a) for k, a in kwargs if op != node.op or k in named or any(map(is_placed, _leaves(a))))
+        return op, tuple(map(self._place, args)), tuple((k, self._place(a)) for k, a in said)
 
-    def _place(self, arg: Arg) -> Arg:
+    def _place(self, arg: Any) -> Any:
         if isinstance(arg, LocalOffset) and arg.axes:
             return LocalOffset(arg.n // self.count, (), arg.n // self.count)
         return tuple(map(self._place, arg)) if isinstance(arg, (tuple, list)) and not isinstance(arg, Value) else arg
@@ -537,6 +549,10 @@ def is_cut(spec: ShardingSpec) -> bool:
     return any(spec.dims)
 
 
+def is_placed(arg: object) -> bool:
+    return isinstance(arg, LocalOffset)
+
+
 def _leaves(arg: object) -> Iterator[object]:
     if isinstance(arg, (tuple, list)) and not isinstance(arg, Value):
         for each in arg:
@@ -545,7 +561,7 @@ def _leaves(arg: object) -> Iterator[object]:
         yield arg
 
 
-def _with_values(arg: Arg, values: Iterator[Value]) -> Arg:
+def _with_values(arg: Any, values: Iterator[Value]) -> Any:
     """Replace each value in an argument by the next of ``values``."""
     if isinstance(arg, Value):
         return next(values)

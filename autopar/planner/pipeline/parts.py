@@ -1,4 +1,4 @@
-"""What the program of a stage costs, part by part: forward, backward of the inputs, backward of the weights, delivery."""
+"""What the program of a stage costs: forward, backward of the inputs, backward of the weights, and delivery."""
 
 from __future__ import annotations
 

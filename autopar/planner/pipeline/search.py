@@ -39,7 +39,7 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import constrained_names, matches
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.forms import plan_forms
-from autopar.planner.search.search import Planned
+from autopar.planner.search.search import Planned, plan_graph
 from autopar.planner.search.state import Progress
 from autopar.program import LocalTensor
 from autopar.solver.clock import limited, now
@@ -47,11 +47,18 @@ from autopar.solver.clock import limited, now
 TRIED = 3
 """Cuts and schedules whose stages are planned, the shortest by estimate first."""
 
+CONSIDERED = 8
+"""Pipelines that a plan tells about beside its own."""
+
 CHUNKS_TRIED = (1, 2, 4)
 """Stages a rank that schedules are tried with."""
 
-WHOLE_SHARE = 0.4
-"""Share of the time limit for the plans of the whole model."""
+FREE_SHARE, WHOLE_SHARE = 0.25, 0.4
+"""Shares of the time limit for plans of the whole model: without a budget, for several numbers of micro-batches, and
+within the budget for one of them."""
+
+UNLIMITED = 2**60
+"""Bytes that no device has."""
 
 NEARLY_FITS = 1.05
 """Times the budget up to which a pipeline is estimated to fit: its stages are planned exactly afterwards."""
@@ -166,33 +173,31 @@ class _PipelineSearch:
         began = now()
         drawn: list[_Drawn] = []
         refused: list[AutoparError] = []
-        best_s = math.inf
+        shortest_s = math.inf
         for m in self._micro_batch_counts():
-            if drawn and now() - began > WHOLE_SHARE * self.options.time_limit_s:
+            if drawn and now() - began > FREE_SHARE * self.options.time_limit_s:
                 break
             try:
-                whole = self._whole(m)
-            except (InfeasibleError, PlanError) as error:
+                found = self._drawn(self._whole(m, None))
+            except PlanError as error:
                 if self.asked.micro_batches != AUTO:
                     raise
                 refused.append(error)
                 continue
-            found = list(self._drawn(whole))
             drawn += found
-            shortest = min((d.seconds for d in found), default=math.inf)
-            if shortest > best_s:
+            least_s = min((d.seconds for d in found), default=math.inf)
+            if least_s > shortest_s:
                 break
-            best_s = min(best_s, shortest)
+            shortest_s = min(shortest_s, least_s)
         if not drawn:
-            raise refused[0] if refused else self._no_schedule()
+            raise refused[0]
+        if not any(self._fits(d) for d in drawn):
+            m = min(drawn, key=lambda d: d.seconds).schedule.micro_batches
+            drawn += self._drawn(self._whole(m, self.budget * self.ranks))
         return self._planned(drawn)
 
-    def _no_schedule(self) -> PlanError:
-        return PlanError(
-            "No pipeline schedule fits this model.",
-            found=f"{self.ranks} ranks along pp, batch {batch_size(self.graph)}",
-            hint="take fewer stages, or another number of micro-batches.",
-        )
+    def _fits(self, d: _Drawn) -> bool:
+        return max(d.peaks) <= NEARLY_FITS * self.budget
 
     def _micro_batch_counts(self) -> Iterator[int]:
         """Yield the numbers of micro-batches to try; with fewer samples each a step takes longer sooner or later."""
@@ -209,22 +214,24 @@ class _PipelineSearch:
                 tried.append(near)
         yield from tried
 
-    def _whole(self, m: int) -> _Whole:
-        self.report(f"{m} micro-batches")
+    def _whole(self, m: int, budget: float | None) -> _Whole:
+        """Plan the whole model for one of ``m`` micro-batches; without a budget as if memory were of no concern."""
+        self.report(f"{m} micro-batches" + ("" if budget is None else " within the budget"))
         micro = micro_batch(self.graph, m)
         graph = with_gradient_sums(micro.graph, m * self.options.accumulation_steps, self.options.dtype_of("reduce"))
-        places = seams(micro.graph)
-        options = replace(
-            self._stage_options(m, self.ranks),
-            memory_budget_bytes=int(self.budget * self.ranks),
-            time_limit_s=self.options.time_limit_s * WHOLE_SHARE,
-        )
-        planned = plan_forms(graph, self.stage_mesh, self.stage_cluster, options)
+        places, options = seams(micro.graph), self._stage_options(m, self.ranks)
+        if budget is None:
+            options = replace(options, memory_budget_bytes=UNLIMITED)
+            planned = plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=False)
+        else:
+            limit_s = self.options.time_limit_s * WHOLE_SHARE
+            options = replace(options, memory_budget_bytes=int(budget), time_limit_s=limit_s)
+            planned = plan_forms(graph, self.stage_mesh, self.stage_cluster, options)
         block_of = _block_of(planned.decisions.graph, places)
         blocks = block_costs(planned.program, planned.decisions.graph, self.stage_mesh, options, self.overlap, block_of)
         blocks += (BlockCosts(),) * (len(places.blocks) - len(blocks))
-        free = planned.trace[0].bound if planned.trace else planned.solution.lower_bound
-        return _Whole(micro, places, planned, blocks, min(free, planned.solution.lower_bound) or free)
+        bound = planned.trace[0].bound if planned.trace else 0.0
+        return _Whole(micro, places, planned, blocks, bound)
 
     def _stage_options(self, m: int, k: int) -> Options:
         return replace(
@@ -235,9 +242,13 @@ class _PipelineSearch:
             compare=False,
         )
 
-    def _drawn(self, whole: _Whole) -> Iterator[_Drawn]:
-        """Yield every cut and schedule that was asked for, or that may pay, with its estimated seconds."""
-        m, asked = whole.micro.micro_batches, self.asked
+    def _drawn(self, whole: _Whole) -> list[_Drawn]:
+        """Return every cut and schedule that was asked for, or that may pay, with its estimated seconds.
+
+        Raises:
+            PlanError: there is none; says why the first one is not possible.
+        """
+        asked, found, refused = self.asked, [], []
         for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
             known = SCHEDULES[name].chunks
             chunks = [c for c in CHUNKS_TRIED if c in known] if asked.chunks == AUTO else [int(asked.chunks)]
@@ -245,10 +256,12 @@ class _PipelineSearch:
                 chunks = chunks[1:]  # with one stage a rank it is 1F1B
             for count in chunks:
                 try:
-                    yield self._draw(whole, name, count, m)
-                except PlanError:
-                    if asked.schedule == name and count == chunks[0]:
-                        raise
+                    found.append(self._draw(whole, name, count, whole.micro.micro_batches))
+                except PlanError as error:
+                    refused.append(error)
+        if not found:
+            raise refused[0]
+        return found
 
     def _draw(self, whole: _Whole, name: str, chunks: int, m: int) -> _Drawn:
         starts = self._starts(whole, name, chunks)
@@ -318,7 +331,7 @@ class _PipelineSearch:
 
     def _planned(self, drawn: Sequence[_Drawn]) -> PlannedPipeline:
         """Plan the stages of the shortest pipelines, and return the shortest of those that fit."""
-        fitting = [d for d in drawn if max(d.peaks) <= NEARLY_FITS * self.budget]
+        fitting = list(filter(self._fits, drawn))
         ranked = sorted(fitting, key=lambda d: d.seconds) or sorted(drawn, key=lambda d: max(d.peaks))
         ends = now() + (1 - WHOLE_SHARE) * self.options.time_limit_s
         best: PlannedPipeline | None = None
@@ -337,7 +350,7 @@ class _PipelineSearch:
             assert refused is not None
             raise refused
         others = {str(d): d.seconds for d in sorted(drawn, key=lambda d: -d.seconds)}
-        return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])))
+        return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])[:CONSIDERED]))
 
     def _with_stages(self, d: _Drawn, time_limit_s: float) -> PlannedPipeline:
         graphs = cut(d.whole.micro.graph, d.whole.seams, d.starts)

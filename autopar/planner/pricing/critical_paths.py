@@ -42,7 +42,7 @@ EVEN_SECTIONS = 4
 MAX_SPANS = 2
 """The number of runs of blocks in a phase that get sections of their own."""
 
-AVAILABLE = ("parameter", "buffer", "input", "tangent")
+AVAILABLE = ("parameter", "buffer", "input", "received", "tangent")
 """Kinds of variables whose values are available when a phase begins."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.errors import ConstraintError, SpecError
-from autopar.ir import Graph, Node, Value
+from autopar.ir import Graph, Input, Node, Output, Value
 from autopar.mesh import Mesh
 from autopar.planner.problem.styles import LAYER_STYLES, STYLES, is_style, style_spec
 from autopar.sharding import ShardingSpec
@@ -180,10 +180,30 @@ def constrained_names(graph: Graph, aliases: Mapping[str, str]) -> dict[str, _Ta
     for out in graph.outputs:
         if out.kind == "output":
             names[f"output:{out.name}"] = _Target(("output", out.name), graph.meta(out.value).shape)
+    for name, end in exchanged(graph).items():
+        key, value = (
+            (("placeholder", end.node), Value(end.node))
+            if isinstance(end, Input)
+            else (("output", end.name), end.value)
+        )
+        names[name] = _Target(key, graph.meta(value).shape)
     for alias, name in aliases.items():
         if name in names:
             names[alias] = names[name]
     return names
+
+
+def exchanged(graph: Graph) -> dict[str, Input | Output]:
+    """Return what a pipeline stage exchanges with its neighbours by its name: ``received:NAME``, ``sent:NAME``, and
+    with ``.grad`` the gradients of both."""
+    found: dict[str, Input | Output] = {}
+    for i in graph.inputs:
+        if graph.comes_from_stage(i):
+            found[f"received:{i.name}" if i.kind == "received" else f"sent:{i.name}.grad"] = i
+    for o in graph.outputs:
+        if graph.goes_to_stage(o):
+            found[f"sent:{o.name}" if o.kind == "sent" else f"received:{o.name.removeprefix('input:')}.grad"] = o
+    return found
 
 
 def _shape(node: Node) -> tuple[int, ...]:

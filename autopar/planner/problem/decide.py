@@ -29,6 +29,7 @@ from autopar.planner.problem.variables import (
     copy_key,
     forced_key,
     hold_key,
+    is_handed_out,
     output_key,
     rerun_key,
     spec_made,
@@ -61,7 +62,7 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
             tick("strategy", len(options_of_kind[kind]))
         d.add(Variable(node.name, "op", options_of_kind[kind], node.phase, node))
     for output in graph.outputs:
-        if output.kind == "output" or output.name.startswith("input:"):
+        if is_handed_out(output):
             d.add(_output_variable(graph, output, mesh, options, forced))
     held = rematerialize.eligible(graph) if recompute else frozenset()
     if recompute:
@@ -89,7 +90,7 @@ def _placeholder(graph: Graph, node: Node, mesh: Mesh, options: Options, forced:
         specs: tuple[ShardingSpec, ...] = (forced.placeholders[node.name],)
     elif meaning.trainable and optimizer_takes_whole(options.optimizer):
         specs = (ShardingSpec.replicated(len(meta.shape)),)
-    elif meaning.kind == "parameter":
+    elif meaning.kind == "parameter" or graph.comes_from_stage(meaning):
         specs = stored_specs(meta.shape, mesh)
     elif meaning.kind == "input":
         specs = _input_specs(meta, mesh, options, graph)
@@ -168,14 +169,14 @@ def _output_specs(graph: Graph, meta: TensorMeta, mesh: Mesh, options: Options) 
 def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options, forced: Forced) -> Variable:
     value, name = output.value, output.name
     meta = graph.meta(value)
-    if output.kind == "gradient":
+    if name in forced.outputs:
+        specs: tuple[ShardingSpec, ...] = (forced.outputs[name],)
+    elif graph.goes_to_stage(output):
+        specs = stored_specs(meta.shape, mesh)
+    elif output.kind == "gradient":
         # An input's gradient has the spec in which the caller gave the input.
         local = options.batch == "local"
-        specs: tuple[ShardingSpec, ...] = (
-            batch_spec(meta, mesh, graph) if local else ShardingSpec.replicated(len(meta.shape)),
-        )
-    elif name in forced.outputs:
-        specs = (forced.outputs[name],)
+        specs = (batch_spec(meta, mesh, graph) if local else ShardingSpec.replicated(len(meta.shape)),)
     else:
         specs = _output_specs(graph, meta, mesh, options)
     choices = tuple(Strategy((s,), (s,)) for s in specs)
@@ -236,10 +237,8 @@ def _result_targets(d: Decisions) -> Mapping[Value, Sequence[tuple[int, int]]]:
     owners = {i.name: i.node for i in reversed(d.graph.inputs) if i.kind in ("parameter", "buffer")}
     targets_of: dict[Value, list[tuple[int, int]]] = {}
     for output in d.graph.outputs:
-        if output.kind == "output" or output.name.startswith("input:"):
-            place = d.index[output_key(output.name)], 0
-        else:
-            place = d.index[owners[output.name]], -1
+        handed_out = is_handed_out(output)
+        place = (d.index[output_key(output.name)], 0) if handed_out else (d.index[owners[output.name]], -1)
         targets_of.setdefault(output.value, []).append(place)
     return targets_of
 

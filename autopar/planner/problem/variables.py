@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from autopar.ir import Graph, Node, Phase, TensorMeta, Value
+from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import views_of
 from autopar.planner.graphs.kernel_patterns import inner_values
@@ -85,8 +85,13 @@ class Decisions:
 
     @cached_property
     def returned(self) -> frozenset[Value]:
-        """Values that the caller gets."""
-        found = (o for o in self.graph.outputs if o.kind == "output" or o.name.startswith("input:"))
+        """Values that leave the program: the caller gets them, or another pipeline stage."""
+        return frozenset(o.value for o in self.graph.outputs if is_handed_out(o))
+
+    @cached_property
+    def kept_by_caller(self) -> frozenset[Value]:
+        """Values that the caller holds to the end of the step."""
+        found = (o for o in self.graph.outputs if is_handed_out(o) and not self.graph.goes_to_stage(o))
         return frozenset(o.value for o in found)
 
     @cached_property
@@ -143,6 +148,11 @@ def rerun_key(node: str) -> str:
 
 def forced_key(value: Value) -> str:
     return f"{value}@module"
+
+
+def is_handed_out(output: Output) -> bool:
+    """Whether a result leaves the program, so that it has a variable of its own; other results are stored."""
+    return output.kind in ("output", "sent") or output.name.startswith("input:")
 
 
 def output_key(name: str) -> str:

@@ -18,7 +18,15 @@ from autopar.planner.footprint.op_work import VIEWS, local_bytes
 from autopar.planner.memory.live_ranges import replaces_original
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import place_transfers, state_seconds, transfer_seconds
-from autopar.planner.problem.variables import Decisions, copy_key, forced_key, hold_key, output_key, rerun_key
+from autopar.planner.problem.variables import (
+    Decisions,
+    copy_key,
+    forced_key,
+    hold_key,
+    is_handed_out,
+    output_key,
+    rerun_key,
+)
 from autopar.planner.schedule.in_place import in_place
 from autopar.planner.schedule.kernel_marks import mark_kernels
 from autopar.planner.schedule.waits import place_waits
@@ -330,7 +338,7 @@ class _Scheduler:
     def _result(self, at: int) -> str:
         output = self.graph.outputs[at]
         phase = self.graph.by_name[output.value.node].phase
-        if output.kind == "output" or output.name.startswith("input:"):
+        if is_handed_out(output):
             return self._read(output.value, self._chosen(output_key(output.name)).inputs[0], phase)
         spec = self._chosen(self.owner[output.name]).outputs[0]
         assert spec is not None

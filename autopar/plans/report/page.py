@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
@@ -26,7 +27,7 @@ SECTIONS = {
 
 
 def page(plan: PlanRecord) -> str:
-    """Return the whole file, with style and script inside so that nothing is fetched."""
+    """Return the report of a plan as the text of a file."""
     body = {
         "mesh": mesh_figure(plan),
         "model": model_tree(plan) if plan.facts else _no_facts(),
@@ -41,9 +42,14 @@ def page(plan: PlanRecord) -> str:
     toggle = tag("button", "light or dark", type="button", id="theme")
     head = tag("header", tag("h1", escape(title)), toggle, _cards(plan), links)
     parts = [section(name, SECTIONS[name], content) for name, content in body.items()]
+    return document(title, head, parts, plan.digest)
+
+
+def document(title: str, head: str, parts: Iterable[str], digest: str) -> str:
+    """Return a file of its own, with style and script inside so that nothing is fetched."""
     foot = tag(
         "footer",
-        f"Predictions of autopar's cost models for plan {plan.digest}; hover over a number, or tab to "
+        f"Predictions of autopar's cost models for plan {digest}; hover over a number, or tab to "
         "it, to see how it was computed.",
     )
     return "\n".join(

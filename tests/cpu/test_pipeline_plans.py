@@ -1,0 +1,201 @@
+"""Plans of pipelines: what they tell, that they keep to budgets, and how requests that mean nothing are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import AutoparError, Pipeline, PipelinePlan
+from autopar.cli.plan import pipeline_of
+from autopar.mesh import Cluster, Mesh, without_axis
+from autopar.plans.pipeline import load_plan
+
+LAYERS, WIDTH, BATCH = 6, 32, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """A chain of equal blocks that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def inputs() -> dict[str, Tensor]:
+    return {"x": torch.zeros(BATCH, WIDTH), "y": torch.zeros(BATCH, dtype=torch.int64)}
+
+
+def planned(mesh: Any = None, **options: Any) -> Any:
+    mesh = {"pp": 2, "dp": 2} if mesh is None else mesh
+    options.setdefault("pipeline", Pipeline(micro_batches=4, schedule="1f1b"))
+    return autopar.plan(Model(), inputs(), mesh, "dgx-h100", **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> PipelinePlan:
+    made = planned()
+    assert isinstance(made, PipelinePlan)
+    return made
+
+
+def test_a_mesh_axis_named_pp_makes_a_pipeline(plan: PipelinePlan) -> None:
+    assert plan.ranks == 2 and plan.micro_batches == 4 and len(plan.stages) == 2
+    assert str(plan.stage_mesh) == "(dp=2)"
+    assert plan.in_flight == (2, 1)
+
+
+def test_every_stage_and_the_step_are_in_the_table(plan: PipelinePlan) -> None:
+    text = str(plan)
+    assert "1f1b, 2 ranks along pp, 4 micro-batches" in text
+    assert "blocks.0" in text and "head" in text
+    assert max(map(len, text.splitlines())) <= 100
+    timeline = [line for line in text.splitlines() if line.startswith("    0  0")]
+    assert len(timeline) == 1 and set("0123abcd") <= set(timeline[0])
+
+
+def test_a_saved_plan_is_the_same(plan: PipelinePlan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    loaded = PipelinePlan.load(tmp_path / "plan.json")
+    assert loaded.to_json() == plan.to_json()
+    assert loaded.digest == plan.digest and str(loaded) == str(plan)
+    assert load_plan(tmp_path / "plan.json").digest == plan.digest
+
+
+def test_a_plan_that_was_changed_is_refused(plan: PipelinePlan, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(plan.to_json().replace("0F0,0F1", "0F1,0F0"))
+    with pytest.raises(AutoparError, match="digest"):
+        PipelinePlan.load(tmp_path / "plan.json")
+
+
+def test_the_report_draws_every_action(plan: PipelinePlan, tmp_path: Path) -> None:
+    plan.report(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    actions = sum(map(len, plan.schedule.order))
+    assert text.count("<rect") == actions == 16
+    assert "backward of stage 1, micro-batch 3" in text
+
+
+def test_differences_name_the_schedule_and_the_stages(plan: PipelinePlan) -> None:
+    other = planned(pipeline=Pipeline(micro_batches=8, schedule="gpipe"))
+    text = plan.diff(other)
+    assert "1f1b -> gpipe" in text and "micro-batches" in text
+    assert plan.diff(plan) == "The pipelines run the same programs in the same order."
+
+
+def test_the_same_request_gives_the_same_plan(plan: PipelinePlan) -> None:
+    assert planned().digest == plan.digest
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "listed"])
+def test_the_step_is_between_its_bound_and_the_work_of_all_ranks(schedule: str) -> None:
+    made = planned(pipeline=Pipeline(micro_batches=4, schedule=schedule))
+    work = sum(sum(made.costs.seconds(a) for a in row) for row in made.schedule.order)
+    assert made.lower_bound <= made.step_time
+    assert made.step_time >= work / made.ranks
+
+
+@pytest.mark.parametrize("chunks, schedule", [(2, "interleaved"), (2, "zbv")])
+def test_ranks_may_hold_several_stages(chunks: int, schedule: str) -> None:
+    made = planned(pipeline=Pipeline(micro_batches=4, schedule=schedule, chunks=chunks))
+    assert len(made.stages) == 4
+    assert made.stages_of(0) == ((0, 2) if schedule == "interleaved" else (0, 3))
+
+
+def test_a_split_by_hand_begins_stages_with_the_named_modules() -> None:
+    made = planned(pipeline=Pipeline(micro_batches=4, schedule="1f1b", split=["blocks.1"]))
+    assert made.blocks[made.starts[1]] == "blocks.1"
+
+
+def test_a_uniform_split_gives_the_remainder_to_later_stages() -> None:
+    made = planned(pipeline=Pipeline(micro_batches=4, schedule="1f1b", split="uniform"))
+    ends = (*made.starts[1:], len(made.blocks))
+    first, second = (b - a for a, b in zip(made.starts, ends, strict=True))
+    assert second - first in (0, 1)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7])
+def test_a_budget_is_never_exceeded(plan: PipelinePlan, share: float) -> None:
+    budget = int(share * plan.peak_memory)
+    try:
+        made = planned(memory_budget=budget, pipeline=Pipeline(micro_batches=4))
+    except AutoparError as error:
+        assert "GiB" in str(error) or "MiB" in str(error) or "KiB" in str(error)
+    else:
+        assert made.peak_memory <= budget
+        assert made.step_time >= made.lower_bound
+
+
+def test_parameters_keep_constraints_in_the_stage_that_has_them() -> None:
+    made = planned(constraints={"head.weight": "S0R", "blocks.0.up.weight": "S1R".replace("S1R", "S0R")})
+    assert str(made.stages[1].specs["head.weight"]) == "S0R"
+    assert str(made.stages[0].specs["blocks.0.up.weight"]) == "S0R"
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    ({"pp": 1, "dp": 2}, {}, "at least two ranks along pp"),
+    ({"pp": 2, "dp": 2}, {"pipeline": Pipeline(micro_batches=5)}, "4"),
+    ({"pp": 2, "dp": 2}, {"pipeline": Pipeline(micro_batches=4, split=["nowhere"])}, "nowhere"),
+    ({"pp": 2, "dp": 2}, {"pipeline": Pipeline(micro_batches=3, schedule="interleaved", chunks=2)}, "micro-batches"),
+    ({"pp": 2, "dp": 2}, {"pipeline": 4}, "asks for 4"),
+    ({"pp": 16}, {"pipeline": Pipeline(micro_batches=16)}, "stages"),
+    ((2, 2), {"pipeline": 2}, "axis"),
+    ({"pp": 2, "dp": 2}, {"pipeline": "sideways"}, "pipeline"),
+]
+
+
+@pytest.mark.parametrize("mesh, options, named", BAD)
+def test_a_request_that_cannot_be_met_is_refused_with_the_reason(
+    mesh: Any, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(AutoparError, match=named) as raised:
+        planned(mesh, **options)
+    text = str(raised.value)
+    assert "found:" in text and "hint:" in text
+
+
+def test_requests_are_checked_when_they_are_made() -> None:
+    for wrong in ({"stages": 0}, {"micro_batches": True}, {"schedule": "fastest"}, {"split": "halves"}):
+        with pytest.raises(AutoparError, match="hint:"):
+            Pipeline(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text, meant",
+    [
+        (None, None),
+        ("auto", "auto"),
+        ("4", 4),
+        ("micro_batches=8,schedule=1f1b", Pipeline(micro_batches=8, schedule="1f1b")),
+        ("stages=2,split=blocks.3", Pipeline(stages=2, split=["blocks.3"])),
+    ],
+)
+def test_the_command_line_reads_what_pipeline_takes(text: str | None, meant: object) -> None:
+    assert pipeline_of(text) == meant
+
+
+def test_the_ranks_of_a_stage_have_their_share_of_the_network() -> None:
+    cluster = Cluster.load("dgx-h100:32")
+    outer, part = without_axis(Mesh((4, 8), ("pp", "dp")), "pp", cluster)
+    assert (str(outer), part.nodes, part.devices_per_node, part.inter_node.nics) == ("(dp=8)", 1, 8, 8)
+    inner, part = without_axis(Mesh((8, 4), ("dp", "pp")), "pp", cluster)
+    assert (str(inner), part.nodes, part.devices_per_node, part.inter_node.nics) == ("(dp=8)", 4, 2, 2)
