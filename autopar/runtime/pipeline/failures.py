@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autopar import _torch
-from autopar.codegen.standalone import annotate
 from autopar.errors import RankError
 from autopar.runtime.agreement import this_rank, world_size
 from autopar.runtime.pipeline.state import PipelineState
@@ -57,7 +56,11 @@ def _stopped(state: PipelineState, let_go: Callable[[], None], error: Exception,
     if world_size() > 1:
         state.disconnect()
     if cause == here and not broken:
-        annotate(error, f"This is {where} of the pipeline, on rank {this_rank()}; all ranks stop.")
+        note = f"This is {where} of the pipeline, on rank {this_rank()}; all ranks stop."
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        else:  # Python 3.10
+            error.args = ("\n".join([*map(str, error.args), note]),)
         return error
     return RankError(
         "A rank of the pipeline failed, so all ranks stop.",

@@ -92,7 +92,7 @@ class Loop:
         mail.finish()
 
     def act(self, action: Action, taken: list[Tensor], *, saves: bool = True) -> list[Tensor]:
-        """Run an action with the tensors of the message that it reads, and return those of the message that it sends."""
+        """Run an action with the tensors of the message that it reads. Return those of the message that it sends."""
         stage = self.stages[action.stage]
         if action.kind == "F":
             return self._forward(stage, action.micro_batch, taken, saves=saves)

@@ -12,6 +12,7 @@ from autopar.runtime.accumulation import add_to_gradient, summed
 from autopar.runtime.gathering import EVERY_RANK
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.pipeline.absent import absent_at, positions_of
+from autopar.runtime.pipeline.norms import norms_over_pipelines
 from autopar.runtime.pipeline.running import add_tied
 from autopar.runtime.pipeline.state import PipelineState
 from autopar.runtime.tables import tables
@@ -38,6 +39,11 @@ class PipelineModule(ParallelModule):
                 hint="ask for it there; parameters() lists those of this rank.",
             )
         return super().get_parameter(target)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        twin = super().__deepcopy__(memo)
+        norms_over_pipelines(twin)
+        return twin
 
     def deliver_gradients(self) -> int:
         """Give the parameters the gradients summed up so far, after an incomplete cycle of ``accumulation_steps``.

@@ -121,7 +121,7 @@ class PipelineRun:
             self,
         )
         self.marks = Marks(self.state.device)
-        self._ahead = self._run_prologue()
+        self._ahead: dict[str, DTensor] | None = None
 
     # What execution needs to know of a host.
 
@@ -173,6 +173,8 @@ class PipelineRun:
         shapes |= {("B", n): s.taken_shapes(*at) for n, s in program.stages.items()}
         self.mail = Mailbox(state.links, program.schedule.rank_of, shapes, state.device, traffic)
         with torch.no_grad(), uncast(self), self.marks.in_sections():  # type: ignore[arg-type]
+            if self._ahead is None:
+                self._ahead = self._run_prologue()
             self.loop.run(program.order(phase)[state.position], self.mail, began, saves=saves)
             if phase != "backwards":
                 self._store_buffers()
@@ -265,14 +267,14 @@ class PipelineRun:
             whole = meaning.kind != "input" or self.local_batch or spec.is_replicated
             return value if whole else value[spec.local_slices(tuple(value.shape), self.mesh, self.rank.coordinate)]
 
-        with torch.no_grad(), uncast(self):  # type: ignore[arg-type]
-            made = prologue.inference(self.rank, [fed(m, s) for m, s in prologue.inputs])
-            return {
-                o.name: self._dtensor(t, spec, metas[o.name].shape)
-                for (o, spec, _), t in zip(prologue.results, made, strict=True)
-            }
+        made = prologue.inference(self.rank, [fed(m, s) for m, s in prologue.inputs])
+        return {
+            o.name: self._dtensor(t, spec, metas[o.name].shape)
+            for (o, spec, _), t in zip(prologue.results, made, strict=True)
+        }
 
     def _ahead_as(self, name: str, spec: ShardingSpec) -> Tensor:
+        assert self._ahead is not None
         value = self._ahead[name]
         wanted = to_placements(spec, self.mesh, tuple(value.shape))
         if tuple(value.placements) != tuple(wanted):
