@@ -30,6 +30,7 @@ from autopar.runtime.accumulation import Sums, watch_steps
 from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks
 from autopar.runtime.execution import Executable
 from autopar.runtime.frameworks import wrap_frameworks
+from autopar.runtime.gathering import STAGED
 from autopar.runtime.handing_over import refuse_unfit_state
 from autopar.runtime.launch import device_mesh_for
 from autopar.runtime.loading import accept_whole_tensors
@@ -102,6 +103,8 @@ def assemble_pipeline(
         install(replacements, optimizers, cast=policy_of(options.mixed_precision).master is None)
         absent.without(module, elsewhere, state.held, placements, stored)
         accept_whole_tensors(module)
+        for parameter in module.parameters():
+            setattr(parameter, STAGED, True)
 
     def compile_variant(module: nn.Module, call: Call) -> Variant:
         return _compile(module, state, call, cluster, options)

@@ -208,5 +208,5 @@ def close_groups(groups: Sequence[dist.ProcessGroup]) -> None:
 
 def group_called(name: str) -> dist.ProcessGroup:
     """Return the process group by the name that ``group_name`` gives."""
-    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     return found

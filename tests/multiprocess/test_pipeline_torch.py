@@ -75,7 +75,7 @@ class Feed:
                 self.losses[micro_batch] = results[at]
 
 
-def _driven(schedule: str) -> dict[str, float]:
+def _driven(schedule: str) -> dict[str, float]:  # noqa: PLR0915  their protocol is one long conversation
     """Let torch's runtime run the actions of our schedule with the programs of a parallel model."""
     batch = seeded(lambda: tokens(ROWS))
     pipeline = Pipeline(

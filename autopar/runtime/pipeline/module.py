@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.accumulation import add_to_gradient, summed
-from autopar.runtime.gathering import EVERY_RANK
+from autopar.runtime.gathering import EVERY_RANK, gather_whole
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline.absent import absent_at, positions_of
+from autopar.runtime.pipeline.absent import absent_at, positions_of, whole
 from autopar.runtime.pipeline.norms import norms_over_pipelines
 from autopar.runtime.pipeline.running import add_tied
 from autopar.runtime.pipeline.state import PipelineState
 from autopar.runtime.tables import tables
 from autopar.runtime.waiting import roll_call
+
+
+def _gathered(state: PipelineState, name: str, tensor: Tensor) -> Tensor:
+    """Return a whole tensor on the host; ``tensor`` is on the meta device on ranks that do not hold it."""
+    positions = positions_of(state.held.get(name, ()), state.rank_of)
+    value = gather_whole(tensor) if not positions or state.position == positions[0] else None
+    if positions:
+        if value is None:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=state.device)
+        value = value.contiguous()
+        dist.broadcast(value, state.along[positions[0]], group=state.group)
+    assert value is not None
+    return value.cpu()
 
 
 class PipelineModule(ParallelModule):
@@ -39,6 +54,31 @@ class PipelineModule(ParallelModule):
                 hint="ask for it there; parameters() lists those of this rank.",
             )
         return super().get_parameter(target)
+
+    def gathered_state(self, caller: str, *, keep: bool) -> dict[str, Any]:
+        """Return the state of all stages with whole tensors on the host; every rank must call it.
+
+        Args:
+            caller: the function that the user called.
+            keep: whether this rank keeps the tensors; if not, it gets empty ones instead.
+        """
+        roll_call(caller, EVERY_RANK)
+        state: Any = self._autopar
+        with whole(self):
+            names = {id(t): n for n, t in (*self.named_parameters(), *self.named_buffers())}
+            every = dict(self.state_dict(keep_vars=True))
+        found: dict[str, Any] = {}
+        known: dict[int, Any] = {}
+        for key, tensor in every.items():
+            if id(tensor) not in known:
+                value = (
+                    tensor if not isinstance(tensor, Tensor) else _gathered(state, names.get(id(tensor), key), tensor)
+                )
+                known[id(tensor)] = (
+                    value if keep or not isinstance(value, Tensor) else torch.empty(0, dtype=value.dtype)
+                )
+            found[key] = known[id(tensor)]
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         twin = super().__deepcopy__(memo)
