@@ -81,7 +81,7 @@ def _states(folder: str) -> dict[str, Any]:
     batch = seeded(tokens)
     model = seeded(gpt2)
     reference = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
     for optimizer, module in zip(optimizers, (model, reference), strict=True):
         module(**batch).loss.backward()
         optimizer.step()
