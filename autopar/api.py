@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from autopar.assembly import assemble
 from autopar.emission import with_emitted_source
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Cluster, Mesh
-from autopar.pipelining import is_pipelined, planned_as_pipeline, with_pipelines
+from autopar.pipeline_assembly import assemble_pipeline, check_belongs, simulate_plan
+from autopar.pipelines.request import AXIS
+from autopar.pipelining import is_pipelined, pipeline_plan, planned_as_pipeline, with_pipelines
 from autopar.plan_options import PlanOptions, lists_options, planner_options
 from autopar.planner import Options
 from autopar.planning import (
@@ -35,7 +37,7 @@ from autopar.planning import (
     world_of,
 )
 from autopar.plans import Plan
-from autopar.plans.pipeline import PipelinePlan
+from autopar.plans.pipeline import PipelinePlan, load_plan, plan_from_json
 from autopar.precision import stored_dtype
 from autopar.remedies import Request, planned_or_remedied
 from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks, world_size
@@ -115,13 +117,13 @@ def _check_module(model: object) -> None:
         raise InputError("The model is no module.", found=f"{type(model).__name__} {model!r:.80}", hint=hint)
 
 
-def _loaded(plan: Plan | str | Path) -> Plan:
+def _loaded(plan: Plan | PipelinePlan | str | Path) -> Plan | PipelinePlan:
     """A plan, or the saved one at a path."""
-    if isinstance(plan, Plan):
+    if isinstance(plan, (Plan, PipelinePlan)):
         return plan
     if not isinstance(plan, (str, Path)):
         raise PlanError("This is no plan.", found=f"{type(plan).__name__} {plan!r:.80}", hint="give a Plan, or a path.")
-    return Plan.load(plan)
+    return load_plan(plan)
 
 
 @lists_options
@@ -179,6 +181,10 @@ def autoparallelize(
     hardware, given, edited, wanted = on_all_ranks(
         requested, lambda r: _wanted(*r, mesh), "request", "give every rank the same arguments."
     )
+    if isinstance(given, PipelinePlan) or (given is None and is_pipelined(mesh, wanted)):
+        if edited is not None:
+            raise PlanError("The programs of a pipeline cannot be edited.", found="source", hint="leave source out.")
+        return _pipelined(model, meta_inputs, mesh, hardware, given, wanted, progress, initialize=initialize)
     started = time.perf_counter()
     call = bind(model, *as_call(meta_inputs))
     capture = on_all_ranks(lambda: capture_model(model, call, wanted, world_size()), lambda c: c.graph.digest)
@@ -220,6 +226,42 @@ def autoparallelize(
         mesh,
         initialize=initialize,
         edited=None if edited is None else (edited, str(source)),
+    )
+
+
+def _pipelined(
+    model: nn.Module,
+    meta_inputs: Any,
+    mesh: MeshLike,
+    cluster: Cluster,
+    given: PipelinePlan | None,
+    options: Options,
+    progress: Callable[[str], None] | None,
+    *,
+    initialize: bool,
+) -> nn.Module:
+    """Make ``model`` train as a pipeline: by ``given``, or as planned for ``mesh``."""
+    call = bind(model, *as_call(meta_inputs))
+    shape = given.mesh if given is not None else as_mesh(mesh)
+    size = shape.without(AXIS).size
+    capture = on_all_ranks(lambda: capture_model(model, call, options, size, sums=False), lambda c: c.graph.digest)
+    made = given
+    if made is None:
+        planned = functools.partial(pipeline_plan, capture, shape, cluster, options, progress=progress)
+        text = decided_on_rank_0(lambda: planned().to_json())
+        read = plan_from_json(text)
+        assert isinstance(read, PipelinePlan)
+        made = read
+    on_all_ranks(lambda: check_belongs(made, capture))
+    return assemble_pipeline(
+        model,
+        meta_inputs,
+        capture,
+        made,
+        cluster,
+        options,
+        mesh if mesh is not None else made.mesh,
+        initialize=initialize,
     )
 
 
@@ -274,7 +316,9 @@ def _check_world(mesh: Mesh | None) -> None:
         )
 
 
-def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, seed: int = 0) -> Simulation:
+def simulate(
+    model: nn.Module, meta_inputs: Any, plan: Plan | PipelinePlan | str | Path, *, seed: int = 0
+) -> Simulation:
     """Run every rank of ``plan`` in this one process, on values.
 
     Args:
@@ -299,13 +343,22 @@ def simulate(model: nn.Module, meta_inputs: Any, plan: Plan | str | Path, *, see
         mixed_precision=plan.options.get("mixed_precision"),
         accumulation_steps=plan.options.get("accumulation_steps", 1),
     )
+    if isinstance(plan, PipelinePlan):
+        capture = capture_model(model, call, options, plan.stage_mesh.size, sums=False)
+        check_belongs(plan, capture)
+        run = simulate_plan(capture, plan, _named(model, call, capture, options), options, seed)
+        return dataclasses.replace(run, outputs=_built(capture, run.outputs))
     capture = capture_model(model, call, options, plan.mesh.size)
     capture = as_planned(capture, plan)
     plan = belonging(plan, capture, call)
     plan, local = with_emitted_source(plan, capture, options)
     outputs, rest = simulate_program(local, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
-    built = capture.returned.build([outputs.get(p) for p in capture.returned.paths])
-    return dataclasses.replace(rest, outputs=built)
+    return dataclasses.replace(rest, outputs=_built(capture, outputs))
+
+
+def _built(capture: Capture, outputs: Mapping[str, Tensor]) -> Any:
+    """What the model returns, of whole outputs by name."""
+    return capture.returned.build([outputs.get(p) for p in capture.returned.paths])
 
 
 def _check_values(model: nn.Module, call: Call) -> None:

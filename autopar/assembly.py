@@ -61,7 +61,7 @@ def assemble(
 ) -> nn.Module:
     """Shard the parameters and swap the model's class; this cannot be undone."""
     device_mesh: DeviceMesh = device_mesh_for(made.mesh, mesh)
-    planned = _shapes(bind(model, *as_call(meta_inputs)))
+    planned = call_on_meta(bind(model, *as_call(meta_inputs)))
     original = type(model)
 
     def compile_variant(module: nn.Module, call: Call) -> Variant:
@@ -93,7 +93,7 @@ def assemble(
     state = State(
         made.mesh,
         device_mesh,
-        _bind_to(original),
+        bind_to(original),
         compile_variant,
         place,
         made,
@@ -107,7 +107,7 @@ def assemble(
     place(model, None, {n: made.specs[n] for n in made.parameters})
     with state.precision():
         state.add(variant_key(model, planned), variant)
-    _keep_states(model, made, state)
+    keep_states(model, made, state)
     model.__class__ = parallel_class(original)
     model._autopar = state  # type: ignore[assignment]
     model._autopar_sums = Sums(made.options.get("accumulation_steps", 1))  # type: ignore[assignment]
@@ -117,13 +117,13 @@ def assemble(
     return model
 
 
-def _keep_states(model: nn.Module, made: Plan, state: State) -> None:
+def keep_states(model: nn.Module, made: Plan, state: State) -> None:
     """Keep optimizer state on the host where the plan says so, even if only a later batch's plan does."""
     for name in made.offloaded_optimizer:
         keep_state_on_host(model.get_parameter(name), state.rank)
 
 
-def _bind_to(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
+def bind_to(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Call]:
     """Return a function that binds calls to the signature of the user's own forward."""
 
     def bind_original(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -149,7 +149,7 @@ def _compile(
     if plan is None:
         made = decided_on_rank_0(lambda: as_shared(planned_on(capture, state.mesh, cluster, fixed, 0.0, None)))
         plan = made if isinstance(made, Plan) else Plan.from_json(made)
-    _keep_states(model, plan, state)
+    keep_states(model, plan, state)
     return _variant(model, as_planned(capture, plan), plan, fixed, state, call, cluster)
 
 
@@ -166,7 +166,7 @@ def _same_shapes(planned: BoundCall, call: Call) -> bool:
     return planned.names == call.names and [t.shape for t in planned.tensors] == [t.shape for t in call.tensors]
 
 
-def _shapes(call: Call) -> Call:
+def call_on_meta(call: Call) -> Call:
     """Return the call on the meta device, so that keeping it keeps no batch alive."""
     with torch.no_grad():
         tensors = (torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in call.tensors)
@@ -192,8 +192,8 @@ def _variant(
 ) -> Variant:
     if local is None:
         made, local = on_all_ranks(lambda: with_emitted_source(made, capture, options))
-    executable = _executable(capture, made, local, options, state.rank, edited)
-    call = _shapes(call)
+    executable = executable_of(capture, made, local, options, state.rank, edited)
+    call = call_on_meta(call)
     given: Literal["dtensor", "whole"] = "whole" if capture.loss is None else "dtensor"
     whole_outputs = dataclasses.replace(options, outputs=given) if options.outputs == "auto" else options
 
@@ -208,7 +208,7 @@ def _variant(
     record_attributes(state.attributes_before, model, [each.place for each in capture.attribute_outputs])
     return Variant(
         executable,
-        _builder(capture.returned, outputs),
+        builder(capture.returned, outputs),
         outputs,
         every_tangent,
         capture.constants,
@@ -220,7 +220,7 @@ def _variant(
     )
 
 
-def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
+def builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
     order = {name: i for i, name in enumerate(outputs)}
 
     def build(values: Sequence[Any]) -> Any:
@@ -229,14 +229,20 @@ def _builder(returned: Structure, outputs: Sequence[str]) -> Callable[[Sequence[
     return build
 
 
-def _executable(
+def executable_of(
     capture: Capture, made: Plan, lowered: Lowered, options: Options, rank: Rank, edited: Edited | None
 ) -> Executable:
+    """Return the compiled program of a plan on this rank."""
     run = functools.partial(_edited, rank=rank, text=edited[0], path=edited[1]) if edited is not None else _functions
     functions = run(made, lowered, capture)
     if options.backend == "inductor":
         for name in {"forward", "backward", "accumulate", "inference"} & functions.keys():
             functions[name] = codegen.compiled(functions[name])
+    return described(functions, capture, lowered, options)
+
+
+def described(functions: Mapping[str, Any], capture: Capture, lowered: Lowered, options: Options) -> Executable:
+    """Return functions with what they take and give."""
     metas = {(o.kind, o.name): capture.graph.meta(o.value) for o in capture.graph.outputs}
     seeds = [i.node for i in capture.graph.inputs if i.kind == "seed"]
     whole = frozenset(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.structure import Structure
 
@@ -19,6 +19,41 @@ MUTABLE_CONTAINERS = (*OUTPUT_CONTAINERS, set)
 """Containers that a forward can change in place."""
 CONTAINERS = (*MUTABLE_CONTAINERS, tuple, frozenset)
 """Containers that guards compare by content."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A parameter or buffer that the ranks of another pipeline stage hold.
+
+    Args:
+        tensor: on the meta device.
+        name: its first name in the model.
+        stages: those that hold it.
+        placements: DTensor's placements there; None for a buffer.
+    """
+
+    tensor: Tensor
+    name: str
+    stages: tuple[int, ...]
+    placements: Any = None
+
+
+class Table(dict[str, Any]):
+    """A module's table of parameters or buffers, in which those of other stages are None.
+
+    Args:
+        absent: what is known of these.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.absent: dict[str, Absent] = {}
+
+
+def absent_from(table: Mapping[str, Any]) -> dict[str, Absent]:
+    """Return what is known of the entries of a module's table that other stages hold."""
+    return table.absent if isinstance(table, Table) else {}
+
 
 Place = tuple[str, str]
 """The path of a module, and the name of an attribute."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar.attributes import CONTAINERS, MISSING
+from autopar.attributes import CONTAINERS, MISSING, absent_from
 
 DATA = (
     bool,
@@ -188,7 +188,8 @@ def look_up(owner: Any, name: str, *, registered: bool = False) -> Lookup:
     if isinstance(owner, nn.Module):
         for kept in (owner._parameters, owner._buffers, owner._modules):
             if name in kept:
-                return _REGISTERED if registered and isinstance(kept[name], Tensor) else _module_entry(kept, name)
+                held = isinstance(kept[name], Tensor) or name in absent_from(kept)
+                return _REGISTERED if registered and held else _module_entry(kept, name)
     slots = []
     for kind in type_of(owner).__mro__:
         value = vars(kind).get(name, MISSING)

@@ -32,8 +32,10 @@ from autopar._torch.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
+    close_groups,
     fused_gather_product,
     fused_product_scatter,
+    group_called,
     group_name,
     idle_gloo,
     idle_gloo_at_exit,
@@ -63,6 +65,7 @@ from autopar._torch.dtensor import (
     share_overflow_findings,
     strided_shard,
     strided_shard_type,
+    wrap_total_norm,
 )
 from autopar._torch.tensors import (
     bump_versions,
@@ -113,6 +116,7 @@ __all__ = [
     "before_full_tensor",
     "bump_versions",
     "changes_arguments",
+    "close_groups",
     "copy_each",
     "defining_module",
     "dtensor_like",
@@ -124,6 +128,7 @@ __all__ = [
     "fused_gather_product",
     "fused_product_scatter",
     "gradient_of",
+    "group_called",
     "group_name",
     "grouped_products",
     "idle_gloo",
@@ -164,4 +169,5 @@ __all__ = [
     "without_export_prints",
     "without_leftover_hooks",
     "without_modes",
+    "wrap_total_norm",
 ]

@@ -186,3 +186,27 @@ def fused_gather_product(
 def fused_product_scatter(x: torch.Tensor, matrix: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Return this rank's part along ``dim`` of the sum over ranks of ``x @ matrix``."""
     return as_tensor(torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group)).contiguous()
+
+
+def close_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Close the connections of process groups, so that ranks that wait for this one in them raise an error.
+
+    Gloo closes them when the last reference to a group is gone, and so its owner must let go of all work on it. NCCL
+    aborts.
+    """
+    for group in groups:
+        for known in _in_order.values():
+            for ranks in [r for r, made in known.items() if made is group]:
+                del known[ranks]
+        with contextlib.suppress(Exception):  # it may be broken already
+            backend = group._get_backend(torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"))
+            if "nccl" in str(dist.get_backend(group)):
+                backend.abort()
+            del backend
+            dist.destroy_process_group(group)
+
+
+def group_called(name: str) -> dist.ProcessGroup:
+    """Return the process group by the name that ``group_name`` gives."""
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return found

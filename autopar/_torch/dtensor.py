@@ -308,3 +308,16 @@ def _mesh_without_processes(shape: tuple[int, ...]) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), _init_backend=False, _rank=0)
+
+
+@lru_cache(maxsize=1)
+def wrap_total_norm(wrapper: Callable[..., torch.Tensor]) -> None:
+    """Pass calls of the norm behind ``clip_grad_norm_`` to ``wrapper``, with the original as its first argument.
+
+    However a script has imported ``clip_grad_norm_``, that function looks this one up in its module. There is no public
+    hook, and ``get_total_norm`` is another name of the same function, which is left as it is.
+    """
+    from torch.nn.utils import clip_grad
+
+    original = clip_grad._get_total_norm
+    clip_grad._get_total_norm = functools.wraps(original)(functools.partial(wrapper, original))

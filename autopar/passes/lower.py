@@ -368,6 +368,8 @@ _OVERWRITING = {
     aten.gelu_backward.default: aten.gelu_backward.grad_input,
     aten.silu_backward.default: aten.silu_backward.grad_input,
 }
+NOT_OVERWRITING = {overwriting: op for op, overwriting in _OVERWRITING.items()}
+"""The ops that leave their operands as they are, by those that overwrite one."""
 
 
 def _overwriting_call(

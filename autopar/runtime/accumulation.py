@@ -62,7 +62,7 @@ class Sums:
         return [self._take(*a, place) for a in accumulators]
 
     def _take(self, meaning: Input, spec: ShardingSpec, meta: TensorMeta, place: Place) -> Tensor:
-        held = self.held.pop(_key(meaning, spec, meta), None)
+        held = self.held.pop(key_of(meaning, spec, meta), None)
         if held is not None:
             return held[0]
         shape = spec.local_shape(meta.shape, place.mesh, place.rank.coordinate)
@@ -70,7 +70,7 @@ class Sums:
 
     def add(self, accumulators: Accumulators, made: Mapping[tuple[str, str], Tensor]) -> None:
         """Store the sums that include one more micro-batch."""
-        self.held |= {_key(*a): (made["accumulator", a[0].name], a[2].shape) for a in accumulators}
+        self.held |= {key_of(*a): (made["accumulator", a[0].name], a[2].shape) for a in accumulators}
         self.done += 1
 
     def deliver(self, model: nn.Module, place: Place) -> int:
@@ -81,17 +81,17 @@ class Sums:
         for (name, spec, _), (local, shape) in self.held.items():
             parameter = model.get_parameter(name)
             assert isinstance(parameter, DTensor)
-            _add_to_gradient(parameter, _summed(local, spec, shape, parameter, place))
+            add_to_gradient(parameter, summed(local, spec, shape, parameter, place))
         done, self.done = self.done, 0
         self.held.clear()
         return done
 
 
-def _key(meaning: Input, spec: ShardingSpec, meta: TensorMeta) -> Key:
+def key_of(meaning: Input, spec: ShardingSpec, meta: TensorMeta) -> Key:
     return meaning.name, spec, meta.dtype
 
 
-def _summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter: DTensor, place: Place) -> Tensor:
+def summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter: DTensor, place: Place) -> Tensor:
     """Return the gradient whose summands the ranks hold as ``local``."""
     stride = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
@@ -106,7 +106,7 @@ def _summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter
         return total.redistribute(place.device_mesh, parameter.placements).to(parameter.dtype)
 
 
-def _add_to_gradient(parameter: DTensor, gradient: Tensor) -> None:
+def add_to_gradient(parameter: DTensor, gradient: Tensor) -> None:
     """Add a gradient as a backward does, so that hooks see it; set it directly if the parameter is frozen by now."""
     if parameter.requires_grad:
         parameter.backward(gradient)  # type: ignore[no-untyped-call]

@@ -114,7 +114,7 @@ class Run:
         self.operands, self.saved, self.versions, self.done = (), [], [], True
 
 
-def _spec_of(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> Any:
+def spec_of(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> Any:
     return _described(spec, tuple(shape), local.dtype, host.mesh, host.device_mesh)
 
 
@@ -130,7 +130,7 @@ def uncast(host: Host) -> torch.autocast:
     return torch.autocast(host.device_mesh.device_type, enabled=False)
 
 
-def _operand(host: Host, meaning: Input, spec: ShardingSpec, value: Any) -> Any:
+def local_operand(host: Host, meaning: Input, spec: ShardingSpec, value: Any) -> Any:
     """Return the shard that the program takes: a copy if an input is cut, so that it does not keep the whole alive."""
     if meaning.kind != "input" or host.local_batch or spec.is_replicated:
         return _torch.shard_of(value)
@@ -141,7 +141,7 @@ def forward_values(
     host: Host, executable: Executable, operands: Sequence[Any], *, keep: bool
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Run the forward. Return outputs, mutations and, with ``keep``, the saved tensors."""
-    fed = [_operand(host, m, s, o) for (m, s), o in zip(executable.inputs, operands, strict=True)]
+    fed = [local_operand(host, m, s, o) for (m, s), o in zip(executable.inputs, operands, strict=True)]
     with uncast(host):
         results = (executable.forward if keep else executable.inference)(host.rank, fed)
     n = len(executable.results)
@@ -152,7 +152,7 @@ def forward_values(
         elif output.name in executable.whole:
             outputs.append(value)
         else:
-            outputs.append(_torch.output_of(value, _spec_of(value, spec, meta.shape, host), output.name))
+            outputs.append(_torch.output_of(value, spec_of(value, spec, meta.shape, host), output.name))
     return outputs, mutations, list(results[n:])
 
 
@@ -194,7 +194,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         run: Run = ctx.run
-        _check_backward(run)
+        check_backward(done=run.done, versions=run.versions)
         given = {n: t for n, t in zip(_names(run.executable), tangents, strict=True) if t is not None}
         began = stamp(run.host.rank.device)
         with torch.no_grad(), run.host.marks.in_sections(), run.host.clock.memory.counting():
@@ -217,20 +217,26 @@ def _versions(executable: Executable, saved: Sequence[Any], operands: Sequence[A
     return [(operands[i], operands[i]._version) for i in executable.held[0]]
 
 
-def _check_backward(run: Run) -> None:
+def check_backward(*, done: bool, versions: Sequence[tuple[Tensor, int]]) -> None:
+    """Raise if a backward is a second derivative, the second of its step, or one of parameters that have changed.
+
+    Args:
+        done: whether a backward of this step has run.
+        versions: parameters that the backward reads, with the version counter of each at the forward.
+    """
     if torch.is_grad_enabled():
         raise AutoparError(
             "Second derivatives of a parallel model are not supported, because they are not captured.",
             found="a backward with create_graph=True",
             hint="take second derivatives on one device, or omit create_graph.",
         )
-    if run.done:
+    if done:
         raise AutoparError(
             "This loss was already used for a backward, which freed its activations.",
             found="a second backward through the same step",
             hint="call the model again; retain_graph=True cannot keep what the plan frees.",
         )
-    if any(parameter._version != version for parameter, version in run.versions):
+    if any(parameter._version != version for parameter, version in versions):
         raise AutoparError(
             "A parameter that the backward needs was changed after the forward.",
             found="a parameter changed in place, for example by optimizer.step() before loss.backward()",
@@ -247,7 +253,7 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
         executable = host.every_tangent()
         _, _, feeds = forward_values(host, executable, operands, keep=True)
     metas = {o.name: meta for o, _, meta in executable.results}
-    feeds += [_tangent(given.get(i.name), spec, metas[i.name], host) for i, spec in executable.tangents]
+    feeds += [local_tangent(given.get(i.name), spec, metas[i.name], host) for i, spec in executable.tangents]
     del operands, given
     if executable.accumulators:
         feeds += host.sums.taken(executable.accumulators, host)
@@ -266,7 +272,7 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
     return [None if at is None else _gradient_of(m, executable, at, made[at], host) for (m, _), at in ends]
 
 
-def _tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Tensor:
+def local_tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Tensor:
     """Return a tangent as the program takes it, zeros if the caller's loss does not use the output."""
     local = spec.local_slices(meta.shape, host.mesh, host.rank.coordinate)
     if given is None:
@@ -285,5 +291,5 @@ def _gradient_of(meaning: Input, executable: Executable, at: int, gradient: Tens
         return gradient
     if at not in executable.arriving:
         _, spec, meta = executable.gradients[at]
-        executable.arriving[at] = _spec_of(gradient, spec, meta.shape, host)
+        executable.arriving[at] = spec_of(gradient, spec, meta.shape, host)
     return _torch.gradient_of(gradient, executable.arriving[at])

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar import _torch
 from autopar.runtime.agreement import on_all_ranks
-from autopar.runtime.gathering import gather_state, gathered_optimizer, is_parallel
+from autopar.runtime.gathering import gather_state, gathered_model, gathered_optimizer, is_parallel
 
 _wrapped: set[str] = set()
 
@@ -46,7 +46,7 @@ def _trainer(module: Any) -> None:
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> Any:
         if state_dict is not None or not is_parallel(self.model.parameters()):
             return save(self, output_dir, state_dict)
-        state = gather_state(self.model.state_dict(), "Trainer.save_model", keep=self.args.should_save)
+        state = gathered_model(self.model, "Trainer.save_model", keep=self.args.should_save)
         return on_all_ranks(lambda: save(self, output_dir, state))
 
     @functools.wraps(save_optimizer)
@@ -76,6 +76,8 @@ def _accelerate(module: Any) -> None:
         state = get(self, model, *args, **kwargs)
         if not is_parallel(model.parameters()):
             return state
+        if hasattr(model, "gathered_state"):  # a pipeline, of which ``state`` is this rank's part
+            return gathered_model(model, "Accelerator.get_state_dict", keep=writes(self))
         return gather_state(state, "Accelerator.get_state_dict", keep=writes(self))
 
     @functools.wraps(save)

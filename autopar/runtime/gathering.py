@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar import _torch
+from autopar.errors import AutoparError
 from autopar.runtime.agreement import on_all_ranks, this_rank
 from autopar.runtime.shard_step import is_marked
 from autopar.runtime.waiting import roll_call
 
+STAGED = "_autopar_staged"
+"""Attribute of the parameters of a pipeline."""
 EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each rank holds a part. Rank 0 may write the result."
 
 
@@ -90,6 +93,13 @@ def gather_state(state: Any, caller: str, *, keep: bool) -> Any:
     return tree_map(gather, state)
 
 
+def gathered_model(model: nn.Module, caller: str, *, keep: bool) -> Any:
+    """Return the state of a parallel model with whole tensors; all ranks must call it, ``keep`` as for
+    ``gather_state``."""
+    gather: Callable[..., Any] | None = getattr(model, "gathered_state", None)
+    return gather_state(model.state_dict(), caller, keep=keep) if gather is None else gather(caller, keep=keep)
+
+
 def _identity(tensor: DTensor) -> Any:
     """Return a key that is equal for tensors that share memory, such as tied parameters in a state dict."""
     local = tensor.to_local()
@@ -98,6 +108,12 @@ def _identity(tensor: DTensor) -> Any:
 
 def gathered_optimizer(optimizer: Any, caller: str, *, keep: bool) -> Any:
     """Return a stand-in for ``optimizer`` whose ``state_dict`` has whole tensors, for code that writes its state."""
+    if any(getattr(p, STAGED, False) for group in optimizer.param_groups for p in group["params"]):
+        raise AutoparError(
+            "The optimizer's state is spread over the stages of a pipeline, so no rank can write it whole.",
+            found=f"{caller} of {type(optimizer).__name__}",
+            hint="save it with torch.distributed.checkpoint.save, which writes each rank's part.",
+        )
     state = gather_state(optimizer.state_dict(), caller, keep=keep)
     return SimpleNamespace(state_dict=lambda: state)
 
@@ -117,7 +133,10 @@ def save_pretrained_method(kind: type[nn.Module]) -> dict[str, Callable[..., Any
         if state is not None and not _has_shards(state):
             return _write_as(kind, self, state, lambda: original(self, *args, **kwargs))
         first = this_rank() == 0 and given.get("is_main_process", True)
-        made = gather_state(self.state_dict() if state is None else state, "save_pretrained", keep=first)
+        if state is None:
+            made = gathered_model(self, "save_pretrained", keep=first)
+        else:
+            made = gather_state(state, "save_pretrained", keep=first)
         if state is not None:
             kwargs, args = {n: v for n, v in given.items() if n != next(iter(signature.parameters))}, ()
             kwargs["state_dict"] = made

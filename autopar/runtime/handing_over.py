@@ -53,20 +53,25 @@ def refuse_unfit_state(named: Mapping[str, Tensor]) -> list[Optimizer]:
     return found
 
 
-def hand_over(replaced: Sequence[tuple[str, Tensor, Tensor]], optimizers: Iterable[Optimizer], *, cast: bool) -> None:
+def hand_over(
+    replaced: Sequence[tuple[str, Tensor, Tensor | None]], optimizers: Iterable[Optimizer], *, cast: bool
+) -> None:
     """Give ``optimizers`` the new parameters, with state and gradients sharded like them.
 
     Reading the gradient of an old parameter raises an error from then on.
 
     Args:
-        replaced: name, old and new parameter of each.
+        replaced: name, old and new parameter of each; None where other ranks hold the new one, which the optimizers
+            lose.
         cast: whether state in an old parameter's dtype is converted to that of the new one.
     """
     new = {id(old): made for _, old, made in replaced}
     for optimizer in optimizers:
         _replace_parameters(optimizer, new, cast=cast)
     for name, old, made in replaced:
-        if old.grad is not None and isinstance(made, DTensor) and not old.grad.is_meta:
+        if made is None:
+            old.grad = None
+        elif old.grad is not None and isinstance(made, DTensor) and not old.grad.is_meta:
             made.grad = shard_like(old.grad.to_dense().to(made.dtype), made)
             old.grad = None
         _mark_as_replaced(old, name)
@@ -121,10 +126,15 @@ def _bytes(value: Any) -> Any:
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def _replace_parameters(optimizer: Optimizer, new: Mapping[int, Tensor], *, cast: bool) -> None:
+def _replace_parameters(optimizer: Optimizer, new: Mapping[int, Tensor | None], *, cast: bool) -> None:
     """Replace parameters in the optimizer's existing lists and dict, which other objects may hold too."""
     held = _state(optimizer)
     for group in vars(optimizer)["param_groups"]:
+        gone = [p for p in group["params"] if id(p) in new and new[id(p)] is None]
+        for p in gone:
+            held.pop(p, None)
+        if gone:
+            group["params"][:] = [p for p in group["params"] if new.get(id(p), p) is not None]
         for i, old in enumerate(group["params"]):
             made = new.get(id(old))
             if made is None:

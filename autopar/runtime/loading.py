@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
+from autopar.attributes import absent_from
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.runtime.shard_step import SCALARS, is_marked
@@ -18,12 +19,20 @@ from autopar.spmd.placements import from_placements
 def accept_whole_tensors(model: nn.Module) -> None:
     """Make ``load_state_dict`` of ``model`` and its modules accept whole tensors beside DTensors."""
     for module in model.modules():
-        if any(isinstance(p, DTensor) for p in module._parameters.values()):
+        absent = any(absent_from(table) for table in (module._parameters, module._buffers))
+        if absent or any(isinstance(p, DTensor) for p in module._parameters.values()):
             module.register_load_state_dict_pre_hook(_cut)  # type: ignore[no-untyped-call]
 
 
 def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Shard whole tensors in ``state_dict``, which is load_state_dict's own copy: the caller's dict is unaffected."""
+    """Shard whole tensors in ``state_dict``, which is load_state_dict's own copy: the caller's dict is unaffected.
+
+    Tensors that other ranks hold are dropped from it.
+    """
+    for table in (module._parameters, module._buffers):
+        for name in absent_from(table):
+            if table.get(name) is None:
+                state_dict.pop(prefix + name, None)
     for name, parameter in dict[str, Any](module._parameters).items():
         value = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):

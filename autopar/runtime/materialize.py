@@ -43,10 +43,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A tensor of the parallel model, the tensor that it replaces, and every place that holds it."""
+    """A tensor of the parallel model, the tensor that it replaces, and every place that holds it.
+
+    Args:
+        tensor: None if other ranks hold it.
+    """
 
     owners: tuple[Owner, ...]
-    tensor: Tensor
+    tensor: Tensor | None
     old: Tensor
 
 
@@ -83,6 +87,7 @@ def prepare(
     *,
     initialize: bool = True,
     only: Collection[str] | None = None,
+    elsewhere: Collection[str] = (),
 ) -> list[Replacement]:
     """Create this rank's shard of every parameter as a DTensor at its spec, and copy every buffer to ``device``.
 
@@ -94,6 +99,7 @@ def prepare(
         dtype_of: returns the dtype in which a tensor is stored.
         initialize: if False, a parameter on the meta device only gets memory for this rank's shard, to be loaded later.
         only: paths of the tensors to prepare; None means all.
+        elsewhere: paths of those that other ranks hold.
 
     Raises:
         AutoparError: a tensor is on the meta device and nothing initializes it.
@@ -105,6 +111,10 @@ def prepare(
     made = [Replacement(places, existing, old) for old, places, existing in shared]
     with _others_on_meta(every):
         for (old, places), differ in zip(found, differs, strict=True):
+            absent = any(o.fqn in elsewhere for o in places)
+            if absent and not differ:
+                made.append(Replacement(places, None, old))
+                continue
             if old.is_meta and not (differ and this_rank()):
                 stays_empty = isinstance(old, nn.Parameter) and not initialize and not differ
                 whole = old.detach() if stays_empty else _initialize(model, old, places[0], seed)
@@ -112,6 +122,9 @@ def prepare(
                 whole = old.detach()
             if differ:
                 whole = _broadcast_from_rank_0(whole, device)
+            if absent:
+                made.append(Replacement(places, None, old))
+                continue
             whole = whole.to(dtype_of(old))
             if isinstance(old, nn.Parameter):
                 spec = next((specs[o.fqn] for o in places if o.fqn in specs), ShardingSpec.replicated(whole.ndim))
@@ -154,11 +167,12 @@ def install(replacements: list[Replacement], optimizers: Sequence[Optimizer] = (
         cast: whether optimizer state in a parameter's dtype is converted if the parameter's dtype changes.
     """
     for replacement in replacements:
-        for owner in replacement.owners:
+        for owner in replacement.owners if replacement.tensor is not None else ():
             owner.table[owner.attribute] = replacement.tensor
     new = [r for r in replacements if isinstance(r.old, nn.Parameter) and existing_dtensor(r.old) is None]
     for replacement in new:
-        _successors[replacement.old] = replacement.tensor
+        if replacement.tensor is not None:
+            _successors[replacement.old] = replacement.tensor
     hand_over([(r.owners[0].fqn, r.old, r.tensor) for r in new], optimizers, cast=cast)
 
 

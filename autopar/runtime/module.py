@@ -87,7 +87,7 @@ class ParallelModule(ParallelBase):
         )
 
 
-def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
+def parallel_class(kind: type[nn.Module], mixin: type[ParallelModule] = ParallelModule) -> type[nn.Module]:
     """Return the subclass of ``kind`` whose forward is the compiled program, with the original's signature."""
 
     @functools.wraps(kind.forward)
@@ -95,4 +95,4 @@ def parallel_class(kind: type[nn.Module]) -> type[nn.Module]:
         return run(self, args, kwargs)
 
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "_autopar_original": kind, "forward": forward}
-    return type(f"Parallel{kind.__name__}", (ParallelModule, kind), names | save_pretrained_method(kind))
+    return type(f"Parallel{kind.__name__}", (mixin, kind), names | save_pretrained_method(kind))

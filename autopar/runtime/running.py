@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +53,8 @@ def run(model: ParallelBase, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         _place_loose_tensors(model, request)
         return run(model, args, kwargs)
     try:
-        variant, outputs, mutations = _run_program(model, request, stored, settle)
+        execute = model._autopar.execute or _run_program
+        variant, outputs, mutations = execute(model, request, stored, settle)
     except Exception:
         settle()  # another rank's error may be the cause, and takes precedence; the other ranks wait to hear from all
         raise
@@ -106,11 +106,11 @@ def _run_program(
         warn_of_other_values(plain)
         state.compared.add(request.key)
     with state.precision():
-        variant = _program_for(model, request)
+        variant = program_for(model, request)
     executable = variant.executable
     if executable.random or executable.compiled:  # compiled code starts collectives by itself
         settle()
-    available = _program_inputs(call, variant, state)
+    available = program_inputs(call, variant, state)
     operands = [stored.tensor(m.name) if m.kind in STORED else available[m.kind, m.name] for m, _ in executable.inputs]
     host = _CallHost(
         model,
@@ -118,7 +118,7 @@ def _run_program(
         state.mesh,
         state.device_mesh,
         state.local_batch,
-        functools.partial(_every_tangent, model, request.key, variant),
+        lambda: with_every_tangent(model, request.key, variant).executable,
         model._autopar_sums,
         state.clock,
         Marks(state.device),
@@ -134,11 +134,11 @@ def _run_program(
         outputs, mutations, _ = forward_values(host, executable, operands, keep=False)
         if state.plain_evaluation:
             settle()
-            outputs = plain_outputs(outputs, _global_batch_size(call, state), state.device_mesh)
+            outputs = plain_outputs(outputs, global_batch_size(call, state), state.device_mesh)
     return variant, outputs, mutations
 
 
-def _every_tangent(model: ParallelBase, key: Any, variant: Variant) -> Executable:
+def with_every_tangent(model: ParallelBase, key: Any, variant: Variant) -> Variant:
     """Compile the same program with a backward from every output; later calls use it from the start."""
     state = model._autopar
     changed = variant.guards.difference(model)
@@ -151,17 +151,17 @@ def _every_tangent(model: ParallelBase, key: Any, variant: Variant) -> Executabl
     made = variant.every_tangent()
     if variant in (known := state.variants.get(key, [])):
         known[known.index(variant)] = made
-    return made.executable
+    return made
 
 
-def _global_batch_size(call: Call, state: State) -> int | None:
+def global_batch_size(call: Call, state: State) -> int | None:
     """Return how many samples all ranks pass together, with local batches; else None."""
     if not state.local_batch:
         return None
     return next((t.shape[0] for t in call.tensors if t.ndim), 0) * state.mesh.size
 
 
-def _program_inputs(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], Tensor]:
+def program_inputs(call: Call, variant: Variant, state: State) -> dict[tuple[str, str], Tensor]:
     """Return what a program can take besides parameters and buffers, by kind and name."""
     found = {("constant", n): t.to(state.device) for n, t in variant.constants.items()}
     for name, tensor in zip(call.names, call.tensors, strict=True):
@@ -208,7 +208,7 @@ def _set_attributes(model: ParallelBase, variant: Variant, outputs: Sequence[Any
     variant.lost.clear()
 
 
-def _program_for(model: ParallelBase, request: Request) -> Variant:
+def program_for(model: ParallelBase, request: Request) -> Variant:
     """Return the program for a call, compiled if need be, and mark it as the most recently used."""
     state, variant = model._autopar, request.variant
     if variant is None:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar.attributes import Absent, absent_from
 from autopar.bindings import Binding
 from autopar.guards import Guards
 from autopar.runtime.materialize import is_placed
@@ -96,10 +97,9 @@ class Tables:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Every parameter, once."""
-        found = {id(p): p for table in self.kept[::2] for p in table.values()}
-        found.pop(id(None), None)
-        return list(found.values())
+        """Every parameter, once; on the meta device if other stages hold it."""
+        held = [t if t is not None else _absent(table, key) for table in self.kept[::2] for key, t in table.items()]
+        return list({id(t): t for t in held if t is not None}.values())
 
 
 def tables(model: nn.Module) -> Tables:
@@ -130,13 +130,33 @@ def _tables(model: nn.Module) -> Tables:
 
 def _layout(tensors: list[Any], places: Mapping[str, tuple[Table, str]]) -> Layout:
     first: dict[int, str] = {}
-    held = [(path, t) for path, t in zip(places, tensors, strict=True) if t is not None and is_dense(t)]
-    entries = [
-        (path, first.setdefault(id(t), path), tuple(t.shape), t.placements if isinstance(t, DTensor) else None)
-        for path, t in held
-    ]
-    loose = tuple(path for path, t in held if not is_placed(t))
-    return Layout(tensors, hashlib.blake2b(repr(entries).encode(), digest_size=16).hexdigest(), loose)
+    entries: list[tuple[Any, ...]] = []
+    loose: list[str] = []
+    for (path, place), tensor in zip(places.items(), tensors, strict=True):
+        absent = _known(*place) if tensor is None else None
+        known = tensor if absent is None else absent.tensor
+        if known is None or not is_dense(known):
+            continue
+        entries.append((path, first.setdefault(id(known), path), tuple(known.shape), _placements(known, absent)))
+        if absent is None and not is_placed(known):
+            loose.append(path)
+    return Layout(tensors, hashlib.blake2b(repr(entries).encode(), digest_size=16).hexdigest(), tuple(loose))
+
+
+def _placements(tensor: Any, absent: Absent | None) -> Any:
+    """Return how ranks hold a tensor; equal on those that hold it and on the others."""
+    if absent is not None:
+        return absent.placements
+    return tensor.placements if isinstance(tensor, DTensor) else None
+
+
+def _known(table: Table, key: str) -> Absent | None:
+    return absent_from(table).get(key)
+
+
+def _absent(table: Table, key: str) -> Tensor | None:
+    known = _known(table, key)
+    return None if known is None else known.tensor
 
 
 def _kept(modules: Any) -> list[Table]:

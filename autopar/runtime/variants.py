@@ -83,6 +83,7 @@ class State:
         compiled: number of programs compiled so far.
         plain_evaluation: whether a call without gradients returns plain tensors even beside a loss.
         compared: kinds of calls whose inputs were compared between the ranks, which should pass the same batch.
+        execute: runs a call's program in another way than step by step: as a pipeline.
     """
 
     mesh: Mesh
@@ -101,6 +102,7 @@ class State:
     attributes_before: dict[Place, Held] = field(default_factory=dict)
     plain_evaluation: bool = True
     compared: set[Any] = field(default_factory=set)
+    execute: Callable[[Any, Any, Any, Any], Any] | None = None
     rank: ProcessRank = field(init=False)
     clock: StepClock = field(default_factory=StepClock)
 

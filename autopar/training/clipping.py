@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autopar.errors import AutoparError
+from autopar.runtime.pipeline.norms import over_stages, pipeline_of
 
 Parameters = nn.Module | Tensor | Iterable[Tensor]
 
@@ -66,18 +67,23 @@ def grad_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
     Replicas count once: of the ranks that hold the same shard, only the one at coordinate 0 of the replicating mesh
         axes
-    contributes its sum of p-th powers. One all-reduce over the mesh adds up the contributions.
+    contributes its sum of p-th powers. One all-reduce over the mesh adds up the contributions, and another those of a
+    pipeline's stages.
     """
     if norm_type <= 0:
         raise AutoparError(
             "The order of a norm must be positive.", found=repr(norm_type), hint="use norm_type=2.0 or float('inf')."
         )
+    found = pipeline_of(gradients)
+    counted = gradients if found is None else found[1]
     of_meshes: dict[DeviceMesh | None, list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in counted:
         of_meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     totals = [_total_of_mesh(mesh, each, norm_type) for mesh, each in of_meshes.items()]
     device = _local(gradients[0]).device if gradients else torch.device("cpu")
     combined = _combined([t.to(device) for t in totals], norm_type, device)
+    if found is not None:
+        combined = over_stages(combined, found[0], norm_type)
     norm = combined if math.isinf(norm_type) else combined.pow(1.0 / norm_type)
     double = any(g.dtype in (torch.float64, torch.complex128) for g in gradients)
     return norm if double else norm.float()

@@ -1,0 +1,257 @@
+"""Runs every rank of a pipeline in one process, in an order that the schedule allows.
+
+The loop of a real rank runs here for all ranks of a stage at once: what is a tensor there is here one of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.ir import Input, TensorMeta
+from autopar.mesh import Mesh
+from autopar.pipelines.actions import Schedule
+from autopar.runtime.meter import MemoryMeter
+from autopar.runtime.pipeline.links import Message, read_by, sent_by
+from autopar.runtime.pipeline.loop import Loop
+from autopar.runtime.pipeline.stage import StagePrograms
+from autopar.runtime.pipeline.state import Joined
+from autopar.runtime.simulation import Simulation, assemble, run, shard
+from autopar.sharding import ShardingSpec
+from autopar.spmd import Lowered, local_ranks
+from autopar.spmd.ranks import at_micro_batch
+
+Named = Mapping[tuple[str, str], Tensor]
+
+
+@dataclass(frozen=True)
+class PipelineSimulation(Simulation):
+    """The results of one simulated step of a pipeline.
+
+    Args:
+        peaks: peak bytes on the fullest rank of each place along the pipeline.
+    """
+
+    peaks: tuple[int, ...] = ()
+
+
+class OfRanks(tuple[Any, ...]):
+    """A value of each rank of a stage."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Any) -> OfRanks:
+        return OfRanks(a + b for a, b in zip(self, other, strict=True))
+
+
+@dataclass
+class Place:
+    """The ranks at a place along the pipeline; the rank that the loop runs on.
+
+    Args:
+        meters: count the bytes that each of them holds.
+    """
+
+    mesh: Mesh
+    micro_batch: int = 0
+    meters: list[MemoryMeter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.meters = [MemoryMeter() for _ in range(self.mesh.size)]
+
+    def run(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
+        """Run a program on each rank. ``inputs`` are of all ranks, and so are the results."""
+        ranks = [at_micro_batch(r, self.micro_batch) for r in local_ranks(self.mesh)]
+        feeds = [[value[r] for value in inputs] for r in range(len(ranks))]
+        inputs.clear()
+        made = run(module, ranks, feeds, self.meters)
+        return [OfRanks(values) for values in zip(*made, strict=True)]
+
+
+def simulated(module: fx.GraphModule) -> Callable[[Any, list[Any]], Any]:
+    """Return a program as the loop calls it, on all ranks of a place."""
+    return lambda place, inputs: place.run(module, inputs)
+
+
+@dataclass
+class _Feed:
+    """What the loops ask for, and what they give.
+
+    Args:
+        values: constants, inputs, parameters and buffers, whole.
+        ahead: what the prologue made, whole.
+    """
+
+    place: Place
+    values: dict[tuple[str, str], Tensor]
+    held: dict[Any, OfRanks]
+    ahead: Mapping[str, Tensor]
+    seed: int
+    buffers: Mapping[str, Joined | None]
+    made: dict[str, dict[int, Tensor]]
+    changed: dict[str, dict[int, Tensor]]
+
+    def operand(self, stage: StagePrograms, meaning: Input, spec: ShardingSpec, micro_batch: int) -> Any:
+        mesh = self.place.mesh
+        if meaning.kind == "seed":
+            return OfRanks(torch.tensor(self.seed, dtype=torch.int64) for _ in range(mesh.size))
+        if meaning.kind in ("parameter", "constant"):
+            return self.held[meaning.kind, meaning.name, spec]
+        if meaning.name in self.ahead:
+            return self._shards(self.ahead[meaning.name], spec)
+        value, meta = self.values[meaning.kind, meaning.name], stage.metas[meaning.node]
+        if meaning.kind == "input" and meta.shape and value.shape[0] != meta.shape[0]:
+            value = value[micro_batch * meta.shape[0] : (micro_batch + 1) * meta.shape[0]]
+        return self._shards(value, spec)
+
+    def _shards(self, whole: Tensor, spec: ShardingSpec) -> OfRanks:
+        mesh, meters = self.place.mesh, self.place.meters
+        parts = []
+        for r, meter in enumerate(meters):
+            with meter:
+                parts.append(shard(whole, spec, mesh, mesh.coordinate(r)))
+        return OfRanks(parts)
+
+    def _full(self, spec: ShardingSpec, meta: TensorMeta, value: float) -> Any:
+        mesh, found = self.place.mesh, []
+        for r, meter in enumerate(self.place.meters):
+            with meter:
+                shape = spec.local_shape(meta.shape, mesh, mesh.coordinate(r))
+                found.append(torch.full(shape, value, dtype=getattr(torch, meta.dtype)))
+        return OfRanks(found)
+
+    def tangent(self, stage: StagePrograms, meaning: Input, spec: ShardingSpec, micro_batch: int) -> Any:
+        return self._full(spec, stage.metas[meaning.node], 1.0)
+
+    def zeros(self, stage: StagePrograms, at: int) -> Any:
+        _, spec, meta = stage.program.accumulators[at]
+        return self._full(spec, meta, 0.0)
+
+    def keep(self, stage: StagePrograms, micro_batch: int, results: Sequence[Any]) -> None:
+        for at in (*stage.outputs_at, *stage.mutations_at):
+            output, spec, meta = stage.program.results[at]
+            whole = assemble(results[at], spec, meta.shape, self.place.mesh).clone()
+            if output.kind == "output":
+                self.made.setdefault(output.name, {})[micro_batch] = whole
+            elif self.buffers.get(output.name, "same") is None:
+                self.values["buffer", output.name] = whole
+                self.changed[output.name] = {0: whole}
+            else:
+                self.changed.setdefault(output.name, {})[micro_batch] = whole
+
+
+def simulate_pipeline(
+    stages: Sequence[StagePrograms],
+    schedule: Schedule,
+    mesh: Mesh,
+    named: Named,
+    prologue: tuple[Lowered, Mapping[str, TensorMeta]] | None,
+    outputs: Mapping[str, Joined],
+    buffers: Mapping[str, Joined | None],
+    seed: int,
+) -> PipelineSimulation:
+    """Run one step of a pipeline; outputs are whole and by name.
+
+    Args:
+        stages: with programs from ``simulated``.
+        mesh: of a stage.
+        named: whole parameters, buffers, constants and inputs.
+        prologue: what is computed of the whole batch first, and the shape and dtype of its results.
+    """
+    values = dict(named)
+    made: dict[str, dict[int, Tensor]] = {}
+    changed: dict[str, dict[int, Tensor]] = {}
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        ahead = _prologue(prologue, mesh, values, seed)
+        places = [Place(mesh) for _ in schedule.order]
+        loops = []
+        for position, place in enumerate(places):
+            own = {s.number: s for s in stages if schedule.rank_of[s.number] == position}
+            held = _held(own.values(), place, values)
+            feed = _Feed(place, values, held, ahead, seed, buffers, made, changed)
+            loops.append(Loop(own, len(stages), place, schedule.micro_batches, feed))  # type: ignore[arg-type]
+        _run(schedule, places, loops)
+    grads: dict[str, Tensor] = {}
+    specs = {o.name: (spec, meta) for s in stages for o, spec, meta in s.program.gradients}
+    for loop in loops:
+        for name, parts in loop.gradients.items():
+            spec, meta = specs[name]
+            whole = assemble(parts, spec, meta.shape, mesh)  # type: ignore[arg-type]
+            grads[name] = grads[name] + whole if name in grads else whole
+    found = {name: _joined([each[i] for i in sorted(each)], outputs[name]) for name, each in made.items()}
+    news = {n: _joined([each[i] for i in sorted(each)], buffers.get(n) or "same") for n, each in changed.items()}
+    peaks = tuple(max(m.peak for m in place.meters) for place in places)
+    return PipelineSimulation(found, grads, news, max(peaks), peaks)
+
+
+def _run(schedule: Schedule, places: Sequence[Place], loops: Sequence[Loop]) -> None:
+    messages: dict[Message, list[Any]] = {}
+    count = len(schedule.rank_of)
+    for action in schedule.topological:
+        position = schedule.rank_of[action.stage]
+        reads, sends = read_by(action, count), sent_by(action, count)
+        taken = messages.pop(reads) if reads is not None else []
+        results = loops[position].act(action, taken)
+        if sends is None:
+            continue
+        to = schedule.rank_of[sends.to]
+        messages[sends] = results if to == position else [_copied(each, places[to]) for each in results]
+        del results, taken
+
+
+def _copied(value: Any, place: Place) -> OfRanks:
+    """Return what the ranks of another place receive."""
+    found = []
+    for tensor, meter in zip(value, place.meters, strict=True):
+        with meter:
+            found.append(tensor.clone(memory_format=torch.contiguous_format))
+    return OfRanks(found)
+
+
+def _held(stages: Any, place: Place, values: Named) -> dict[Any, OfRanks]:
+    """Return the shards that the ranks of a place hold throughout, with the whole batch, which each of them has."""
+    found: dict[Any, OfRanks] = {}
+    mesh = place.mesh
+    for stage in stages:
+        for meaning, spec in stage.program.inputs:
+            key = meaning.kind, meaning.name, spec
+            if meaning.kind in ("parameter", "constant") and key not in found:
+                whole = values[meaning.kind, meaning.name].detach()
+                found[key] = OfRanks(shard(whole, spec, mesh, mesh.coordinate(r)) for r in range(mesh.size))
+            elif meaning.kind in ("input", "buffer") and (meaning.kind, meaning.name) in values:
+                for meter in place.meters:
+                    meter.hold([values[meaning.kind, meaning.name]])
+    for r, meter in enumerate(place.meters):
+        meter.hold(parts[r] for parts in found.values())
+    return found
+
+
+def _prologue(
+    prologue: tuple[Lowered, Mapping[str, TensorMeta]] | None, mesh: Mesh, values: Named, seed: int
+) -> dict[str, Tensor]:
+    if prologue is None:
+        return {}
+    lowered, metas = prologue
+    place = Place(mesh)
+
+    def fed(meaning: Input, spec: ShardingSpec) -> Any:
+        if meaning.kind == "seed":
+            return OfRanks(torch.tensor(seed, dtype=torch.int64) for _ in range(mesh.size))
+        whole = values[meaning.kind, meaning.name]
+        return OfRanks(shard(whole, spec, mesh, mesh.coordinate(r)) for r in range(mesh.size))
+
+    made = place.run(lowered.forward, [fed(m, s) for m, s in lowered.inputs])
+    return {
+        o.name: assemble(parts, spec, metas[o.name].shape, mesh)
+        for (o, spec), parts in zip(lowered.results, made, strict=False)
+    }
+
+
+def _joined(values: Sequence[Tensor], how: Joined) -> Tensor:
+    if how == "same" or len(values) == 1:
+        return values[-1]
+    return torch.stack(list(values)).sum(0) if how == "sum" else torch.cat(list(values))
