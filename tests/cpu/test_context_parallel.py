@@ -107,6 +107,16 @@ def test_no_rank_attends_more_than_its_share() -> None:
     assert all(s is not None and s.work == 1 / 8 for s in strategies)
 
 
+def test_utilization_counts_what_a_causal_mask_leaves() -> None:
+    model, inputs = made(llama, 64)
+    plan = planned(model, inputs, (4,))
+    assert plan.facts is not None
+    pairs, head = 64 * 63 / 2, WIDTH // 4
+    assert plan.facts.hidden_flops == 2 * (1 + 2.5) * 2 * 4 * pairs * 2 * head  # of layers, both ways, 2 products
+    assert plan.mfu_of_all_pairs / plan.mfu == pytest.approx(plan.facts.flops / plan.facts.needed_flops)
+    assert "with what causal masks hide" in str(plan)
+
+
 def test_dropout_in_lent_rows_is_that_of_one_device() -> None:
     model, inputs = made(llama, 32, dropout=0.3)
     with Promoted():
