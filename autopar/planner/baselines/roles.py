@@ -90,8 +90,8 @@ def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
             Baseline("FSDP x TP+SP", data=outer, stored=outer, tensor=inner, sequence=True),
             Baseline("FSDP x CP", data=outer, stored=axes, context=inner),
         ]
-    found += [Baseline("TP", tensor=axes), Baseline("TP+SP", tensor=axes, sequence=True)]
-    return *found, Baseline("CP", stored=axes, context=axes)
+    found.append(Baseline("CP", stored=axes, context=axes))
+    return *found, Baseline("TP", tensor=axes), Baseline("TP+SP", tensor=axes, sequence=True)
 
 
 @dataclass(frozen=True)
