@@ -166,11 +166,13 @@ def autoparallelize(
     ensure_process_group()
     roll_call("autoparallelize", "call it on every rank, outside of `if rank == 0`: each gets a part of the model.")
 
-    def requested() -> tuple[Cluster, Plan | None, str | None, Options]:
+    def requested() -> tuple[Cluster, Plan | PipelinePlan | None, str | None, Options]:
         _check_module(model)
         _check_model(model)
         wanted = planner_options(model, bind(model, *as_call(meta_inputs)), options)
         given = None if plan is None else _loaded(plan)
+        if source is not None and (isinstance(given, PipelinePlan) or (given is None and is_pipelined(mesh, wanted))):
+            raise PlanError("The programs of a pipeline cannot be edited.", found="source", hint="leave source out.")
         edited = None if source is None else _edited_text(given, source, wanted.backend)
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         if given is not None:
@@ -182,8 +184,6 @@ def autoparallelize(
         requested, lambda r: _wanted(*r, mesh), "request", "give every rank the same arguments."
     )
     if isinstance(given, PipelinePlan) or (given is None and is_pipelined(mesh, wanted)):
-        if edited is not None:
-            raise PlanError("The programs of a pipeline cannot be edited.", found="source", hint="leave source out.")
         return _pipelined(model, meta_inputs, mesh, hardware, given, wanted, progress, initialize=initialize)
     started = time.perf_counter()
     call = bind(model, *as_call(meta_inputs))
@@ -283,7 +283,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _edited_text(plan: Plan | None, source: str | Path, backend: str) -> str:
+def _edited_text(plan: Plan | PipelinePlan | None, source: str | Path, backend: str) -> str:
     if plan is None:
         raise PlanError(
             "An edited program belongs to a plan.",

@@ -96,7 +96,7 @@ class PipelineModule(ParallelModule):
         assert isinstance(state, PipelineState)
         made: dict[str, Any] = {}
         for (name, spec, _), (local, shape) in sums.held.items():
-            part = summed(local, spec, shape, stored.tensor(name), state).to_local()
+            part = _torch.shard_of(summed(local, spec, shape, stored.tensor(name), state))
             made[name] = made[name] + part if name in made else part
         done, sums.done = sums.done, 0
         sums.held.clear()

@@ -408,7 +408,7 @@ class PipelineRun:
         held.done = 0
         for (name, spec, _), tensor, shape in pending:
             parameter = self.stored.tensor(name)
-            part = summed(tensor, spec, shape, parameter, self).to_local()
+            part = _torch.shard_of(summed(tensor, spec, shape, parameter, self))
             made[name] = made[name] + part if name in made else part
         add_tied(self.state, self.stored, made)
         if self.program.half:
