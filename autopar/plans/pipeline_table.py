@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from os.path import commonpath
 from typing import Protocol
 
 from autopar.mesh import Mesh
@@ -57,8 +57,10 @@ def pipeline_table(plan: Shown, *, colour: bool = False) -> str:
     lines = [f"{plan.model} on mesh {plan.mesh}, cluster {plan.cluster}"]
     chunks = f", {schedule.stages // schedule.ranks} stages a rank" if schedule.stages > schedule.ranks else ""
     lines += [
-        f"  {'schedule':<12} {schedule.name}, {schedule.ranks} ranks along pp, "
-        f"{schedule.micro_batches} micro-batches{chunks}",
+        (
+            f"  {'schedule':<12} {schedule.name}, {schedule.ranks} ranks along pp, "
+            f"{schedule.micro_batches} micro-batches{chunks}"
+        ),
         f"  {'step time':<12} {seconds(plan.step_time)} predicted, {plan.bubble:.1%} of it waiting",
         f"  {'bound':<12} at most {plan.gap:.2%} above the best possible ({seconds(plan.lower_bound)})",
         f"  {'peak memory':<12} {size(plan.peak_memory)} a device",
@@ -105,7 +107,7 @@ def block_range(plan: Shown, stage: int) -> str:
         return f"blocks {plan.starts[stage]} to {ends[stage] - 1}"
     if named[0] == named[-1]:
         return named[0]
-    folder = os.path.commonprefix([named[0], named[-1]]).rpartition(".")[0]
+    folder = commonpath([named[0], named[-1]]).rpartition(".")[0]
     return f"{named[0]} to {named[-1].removeprefix(f'{folder}.') if folder else named[-1]}"
 
 

@@ -348,6 +348,7 @@ def indexing() -> Iterator[Sample]:
     yield sample(aten.bucketize.Tensor, x(4, 5), boundaries)
     yield sample(aten.searchsorted.Tensor, x(4, 6).sort(-1)[0], x(4, 5))
     yield sample(aten.histc.default, x(20), 4)
+    yield sample(aten.histc.default, x(4, 5), 4, -2, 2)
     yield sample(aten.put.default, x(4, 5), index(20, 3), x(3))
     yield sample(aten.repeat_interleave.Tensor, torch.tensor([1, 0, 2]))
     yield sample(aten.bincount.default, index(5, 20))

@@ -193,6 +193,18 @@ class Mixed(nn.Module):
         return F.cross_entropy(self.layer(0.7 * x + 0.3 * x.flip(0)), labels)
 
 
+class Pairs(nn.Module):
+    """Runs two batches as one, and compares their results in pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.layer(torch.cat([x.tanh(), y])).tanh().chunk(2)
+        return (a - b).square().sum(-1).mean()
+
+
 def _ids(*shape: int) -> Tensor:
     return torch.randint(0, 20, shape)
 
@@ -207,6 +219,8 @@ CASES = {
     "queries": (Queries, lambda: {"memory": torch.randn(8, 4, 6).double()}),
     "places": (PositionsAsLong, lambda: {"ids": _ids(8, 8), "places": torch.arange(8)}),
     "mixed": (Mixed, lambda: {"x": torch.randn(8, 5).double(), "labels": _ids(8) % 3}),
+    "pairs": (Pairs, lambda: {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 5).double()}),
+    "lstm": (ZOO["lstm"].build, ZOO["lstm"].inputs),
     "recommender": (ZOO["recommender"].build, ZOO["recommender"].inputs),
 }
 
@@ -463,8 +477,6 @@ REFUSED = {
     "clip": "logits of all images and texts",
     "llava": "the features of all images are joined",
     "graph_network": "the nodes of one graph",
-    "lstm": "the rows of all samples at each step are one dim, steps first",
-    "gru": "likewise",
 }
 """Models of which micro-batches would change the meaning."""
 

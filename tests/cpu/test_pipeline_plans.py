@@ -114,7 +114,7 @@ def test_the_step_is_between_its_bound_and_the_work_of_all_ranks(schedule: str) 
     assert made.step_time >= work / made.ranks
 
 
-@pytest.mark.parametrize("chunks, schedule", [(2, "interleaved"), (2, "zbv")])
+@pytest.mark.parametrize(("chunks", "schedule"), [(2, "interleaved"), (2, "zbv")])
 def test_ranks_may_hold_several_stages(chunks: int, schedule: str) -> None:
     made = planned(pipeline=Pipeline(micro_batches=4, schedule=schedule, chunks=chunks))
     assert len(made.stages) == 4
@@ -163,7 +163,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("mesh, options, named", BAD)
+@pytest.mark.parametrize(("mesh", "options", "named"), BAD)
 def test_a_request_that_cannot_be_met_is_refused_with_the_reason(
     mesh: Any, options: dict[str, Any], named: str
 ) -> None:
@@ -180,7 +180,7 @@ def test_requests_are_checked_when_they_are_made() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, meant",
+    ("text", "meant"),
     [
         (None, None),
         ("auto", "auto"),

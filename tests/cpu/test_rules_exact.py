@@ -16,7 +16,7 @@ from tests.cpu.rule_simulation import Sample, WrongRule, check
 
 # Ops that are replicated on purpose: random streams, results whose size depends on values, strides of a storage.
 REPLICATED = """
-    arange argsort as_strided as_strided_scatter bernoulli bincount eye histc index_fill logspace masked_scatter
+    arange argsort bernoulli bincount eye index_fill logspace masked_scatter
     _pdist_forward _pdist_backward put repeat_interleave
     hann_window hamming_window blackman_window bartlett_window kaiser_window
     masked_scatter_backward multinomial native_dropout nonzero linspace rand rand_like randint randint_like

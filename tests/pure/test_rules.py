@@ -212,6 +212,35 @@ def test_a_cut_vocabulary_knows_its_first_row() -> None:
     assert dict(localize(node, rows, metas, Mesh((2,)))[2])["offset"] == LocalOffset(10, (0,))
 
 
+def test_ranks_divide_the_rows_that_a_micro_batch_reads_of_the_whole_batch() -> None:
+    first = LocalOffset(6, (), 6)
+    node = Node("n", "aten.narrow_copy.default", (Value("x0"), 0, first, 6), (), (tensor(6, 4),))
+    metas = (tensor(24, 4),)
+    whole, rows = (
+        next(s for s in strategies(node, metas, Mesh((2,))) if str(s.outputs[0]) == o) for o in ("RR", "S0R")
+    )
+    assert str(rows) == "RR -> S0R"
+    assert localize(node, whole, metas, Mesh((2,)))[1][2:] == (first, 6)
+    assert localize(node, rows, metas, Mesh((2,)))[1][2:] == (LocalOffset(6, (0,), 6), 3)
+
+
+def test_a_rank_draws_the_random_numbers_of_its_micro_batch() -> None:
+    first = LocalOffset(4, (), 4)
+    node, metas = call(
+        "autopar.dropout.default",
+        tensor(4, 6),
+        tensor(dtype="int64"),
+        out=(tensor(4, 6),),
+        global_shape=(16, 6),
+        offset=(first, 0),
+    )
+    whole, *_ = strategies(node, metas, Mesh((2,)))
+    cut = next(s for s in strategies(node, metas, Mesh((2,))) if str(s.outputs[0]) == "S0R")
+    assert dict(localize(node, whole, metas, Mesh((2,)))[2])["offset"] == (first, 0)
+    assert dict(localize(node, cut, metas, Mesh((2,)))[2])["offset"] == (LocalOffset(4, (0,), 4), 0)
+    assert dict(localize(node, cut, metas, Mesh((2,)))[2])["global_shape"] == (16, 6)
+
+
 @pytest.fixture
 def custom() -> Iterator[str]:
     yield "mylib.flash"

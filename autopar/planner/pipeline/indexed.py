@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir import Graph, Node, Value
+from autopar.ir import Arg, Graph, Node, Value
 from autopar.sharding import ShardingSpec, Strategy
 
 Special = Callable[[Graph, Node], Iterator["Option"]]
@@ -24,6 +24,7 @@ class Option:
     Args:
         combined: whether ranks would exchange summaries; a micro-batch has its own.
         plain: whether the op runs as it is on local operands.
+        args: those of the plain op, if they differ from the node's.
         average: whether the op averages over the batch: a micro-batch's result counts one part of as many.
         first_rows: operands, by position, that list all rows of the batch in order, and the dim along which they do. A
             micro-batch counts its own rows from 0.
@@ -32,6 +33,7 @@ class Option:
     strategy: Strategy
     combined: bool = False
     plain: bool = False
+    args: tuple[Arg, ...] | None = None
     average: bool = False
     first_rows: tuple[tuple[int, int], ...] = ()
 

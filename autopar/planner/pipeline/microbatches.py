@@ -15,6 +15,7 @@ Where an op needs more than its micro-batch has, there are three cases:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -118,6 +119,15 @@ LIKE = frozenset(
 )
 """The ops that read nothing of their operand but its shape, dtype and device."""
 
+VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape"})
+"""The ops that may leave the batch inside of a dim, besides joining."""
+
+DIM_ARGUMENT = {"aten.cat": 1, "aten.slice": 1, "aten.slice_backward": 2, "aten.split": 2, "aten.split_with_sizes": 2}
+"""The position of the dim among the arguments of ops that join or take parts of it."""
+
+PLACES = {"aten.slice": (2, 3), "aten.slice_backward": (3, 4), "aten.split": (1,), "aten.split_with_sizes": (1,)}
+"""The positions of arguments that count elements of that dim."""
+
 FREE, COPY, AHEAD, STATISTIC = _Price(), _Price(copies=1), _Price(ahead=1), _Price(statistics=1)
 
 Form = tuple[Value, ShardingSpec]
@@ -135,6 +145,7 @@ class _Walk:
         over: how each value of the whole graph comes; ``made`` has its name in the micro-batch's graph by form.
         of_inputs: nodes that depend on inputs, buffers and the seed alone.
         own: whole values of which each micro-batch has its own.
+        outer: how many parts of its cut dim a value has a piece of, if more than one.
     """
 
     graph: Graph
@@ -147,6 +158,7 @@ class _Walk:
     ahead: dict[Value, Node] = field(default_factory=dict)
     statistics: dict[str, None] = field(default_factory=dict)
     again: dict[str, list[str]] = field(default_factory=dict)
+    outer: dict[Value, int] = field(default_factory=dict)
     phase: Phase = "forward"
 
     def __post_init__(self) -> None:
@@ -198,6 +210,9 @@ class _Walk:
     def _node(self, node: Node) -> None:
         if all(v.node in self.of_inputs for v in node.inputs):
             self.of_inputs.add(node.name)
+        if self._is_folded(node):
+            self._fold(node)
+            return
         fit = self._fit(node)
         if fit is not None and not fit.combined:
             self._emit(node, fit, node.name)
@@ -207,6 +222,118 @@ class _Walk:
             self.own |= {Value(node.name, i) for i in range(len(node.outputs))}
         else:
             self._converted(node)
+
+    # Dims in which the batch is not outermost, such as steps times samples in a recurrent network. A micro-batch has a
+    # piece of each of their outer parts. No spec of ranks says so, so all such operands of an op must agree.
+
+    def _is_folded(self, node: Node) -> bool:
+        if any(v in self.outer for v in node.inputs):
+            return True
+        if node.packet not in VIEWS | {"aten.cat", "aten.slice_backward"} or self._fit(node) is not None:
+            return False
+        specs, dim = [self.over[v] for v in node.inputs], self._dim(node)
+        return all(any(s.dims) if dim is None else bool(s.dims[dim]) for s in specs)
+
+    def _dim(self, node: Node) -> int | None:
+        """Return the dim that an op joins, splits or slices; None if it does not."""
+        if node.packet not in DIM_ARGUMENT:
+            return None
+        position, ndim = DIM_ARGUMENT[node.packet], len(self.graph.meta(node.inputs[0]).shape)
+        given = node.args[position] if position < len(node.args) else node.kwarg("dim", 0)
+        assert isinstance(given, int)
+        return given % ndim
+
+    def _fold(self, node: Node) -> None:
+        try:
+            option, made = self._folded(node)
+        except PlanError:
+            if node.name not in self.of_inputs:
+                raise
+            self._whole(node)
+            return
+        self._emit(node, option, node.name)
+        if made > 1:
+            values = (Value(node.name, i) for i in range(len(node.outputs)))
+            self.outer |= {v: made for v in values if v in self.over and is_cut(self.over[v])}
+
+    def _folded(self, node: Node) -> tuple[Option, int]:
+        """Return how a micro-batch runs an op on folded dims, and the outer parts of the cut dim of its results."""
+        outer = {self.outer.get(v, 1) for v in node.inputs if is_cut(self.over[v])}
+        if len(outer) != 1:
+            raise self._changes(node)
+        (parts,), dim = outer, self._dim(node)
+        if node.packet in VIEWS:
+            return self._folded_view(node, parts)
+        if node.packet == "aten.cat" and dim is not None and all(self.over[v].dims[dim] for v in node.inputs):
+            return self._folded_cat(node, parts)
+        if dim is not None and self.over[node.inputs[0]].dims[dim]:
+            return self._between_folds(node, parts, dim)
+        return self._along_folds(node), parts
+
+    def _between_folds(self, node: Node, parts: int, dim: int) -> tuple[Option, int]:
+        """Return how to take whole outer parts of a dim, or to put them in their place again."""
+        (value,) = node.inputs
+        have, n = self.over[value], self.graph.meta(value).shape[dim]
+        part, lengths = n // parts, {m.shape[dim] for m in node.outputs if m is not None}
+        longest, args = max(n, *lengths), list(node.args)
+
+        def local(arg: Any) -> Any:
+            if isinstance(arg, tuple):
+                return tuple(map(local, arg))
+            if isinstance(arg, int) and min(arg, longest) % part:
+                raise self._changes(node)
+            return min(arg, longest) // self.count if isinstance(arg, int) else arg
+
+        for i in (i for i in PLACES[node.packet] if i < len(args)):
+            args[i] = local(args[i])
+        step = args[max(DIM_ARGUMENT[node.packet], *PLACES[node.packet]) + 1 :]
+        if len(lengths) > 1 or step not in ([], [1]):
+            raise self._changes(node)
+        if node.packet == "aten.slice_backward" and isinstance(args[1], tuple):
+            args[1] = (*args[1][:dim], longest // self.count, *args[1][dim + 1 :])
+        made = tuple(None if m is None else have for m in node.outputs)
+        return Option(Strategy((have,), made, ("fold",)), plain=True, args=tuple(args)), lengths.pop() // part
+
+    def _along_folds(self, node: Node) -> Option:
+        """Return the way in which an op keeps a folded dim or reduces it."""
+
+        def fits(value: Value, spec: ShardingSpec) -> bool:
+            alike = self.graph.by_name[value.node].packet in LIKE  # the same in every row
+            return not is_cut(spec) or spec == self.over[value] or alike
+
+        metas = tuple(self.graph.meta(v) for v in node.inputs)
+        best: tuple[_Price, int, Option] | None = None
+        for i, option in enumerate(self.options(node)):
+            operands = zip(node.inputs, self._read(node, option), strict=True)
+            price = self._total(node, option, {}) if all(fits(v, s) for v, s in operands) else None
+            placed = any(map(is_placed, _leaves(localize(node, option.strategy, metas, self.mesh))))
+            if price is not None and not option.combined and not placed and (best is None or (price, i) < best[:2]):
+                best = price, i, option
+        if best is None:
+            raise self._changes(node)
+        return best[2]
+
+    def _folded_view(self, node: Node, parts: int) -> tuple[Option, int]:
+        """Return how to view a cut tensor in another shape, and the outer parts of the dim that is then cut."""
+        (value,) = node.inputs
+        x, y = self.graph.meta(value).shape, self.graph.meta(Value(node.name)).shape
+        have = self.over[value]
+        dim = next(d for d, axes in enumerate(have.dims) if axes)
+        before = math.prod(x[:dim]) * parts  # how many elements of the dims outside of the batch
+        for at, n in enumerate(y):
+            outside = math.prod(y[:at])
+            inside = before // outside if before % outside == 0 else 0
+            if inside and n % (inside * self.count) == 0:
+                spec = ShardingSpec.of(tuple((TIME,) if d == at else () for d in range(len(y))))
+                return Option(Strategy((have,), (spec,), ("fold",))), inside
+        raise self._changes(node)
+
+    def _folded_cat(self, node: Node, parts: int) -> tuple[Option, int]:
+        """Return how to join cut tensors of one length along the dim that is cut, and the parts of the result."""
+        have = [self.over[v] for v in node.inputs]
+        if parts > 1 or len({self.graph.meta(v) for v in node.inputs}) > 1:
+            raise self._changes(node)
+        return Option(Strategy(tuple(have), (have[0],), ("fold",)), plain=True), len(have)
 
     def _fit(self, node: Node) -> Option | None:
         """Return the way whose operands are there as they come."""
@@ -251,11 +378,15 @@ class _Walk:
         if best is not None:
             self._emit(node, best[2], node.name)
         elif node.name in self.of_inputs:
-            for i, meta in enumerate(node.outputs):
-                if meta is not None:
-                    self.over[Value(node.name, i)] = whole(meta)
+            self._whole(node)
         else:
             raise self._changes(node)
+
+    def _whole(self, node: Node) -> None:
+        """Leave a node of inputs alone to the prologue."""
+        for i, meta in enumerate(node.outputs):
+            if meta is not None:
+                self.over[Value(node.name, i)] = whole(meta)
 
     def _total(self, node: Node, option: Option, memo: dict[Form, Found | None]) -> _Price | None:
         total = FREE
@@ -381,7 +512,7 @@ class _Walk:
         for position, dim in option.first_rows:
             operands[position] = self._first_rows(node.inputs[position], operands[position], dim)
         metas = tuple([self.graph.meta(v) for v in node.inputs])
-        call: LocalCall | None = (node.op, node.args, node.kwargs)
+        call: LocalCall | None = (node.op, node.args if option.args is None else option.args, node.kwargs)
         if not option.plain:
             call = self._placed(node, option.strategy, metas)
         if call is None:  # the summary of a micro-batch is that of its own rows
@@ -460,7 +591,7 @@ class _Walk:
         value, meta = output.value, self.graph.meta(output.value)
         have = self.over[value]
         if is_cut(have):
-            if have.dims[0] and not is_gradient(output):
+            if have.dims[0] and value not in self.outer and not is_gradient(output):
                 return self.obtain(value, have), "concatenate"
             raise self._changes(self.graph.by_name[value.node])
         total = ShardingSpec.of(((),) * len(meta.shape), ((TIME, "sum"),))

@@ -520,10 +520,9 @@ def _total(blocks: Sequence[BlockCosts]) -> BlockCosts:
 
 def _over(peaks: Sequence[int], budget: float, made: Schedule) -> InfeasibleError:
     rank = max(range(len(peaks)), key=lambda r: peaks[r])
-    error = InfeasibleError(
+    return InfeasibleError(
         f"Rank {rank} of the pipeline holds more than its memory budget.",
         found=f"{peaks[rank] / 2**30:.2f} GiB with the schedule {made.name} of {made.micro_batches} micro-batches, "
         f"budget {budget / 2**30:.2f} GiB",
         hint="take more stages, more micro-batches, or a larger memory_budget.",
     )
-    return error

@@ -163,27 +163,47 @@ class _Forward:
     def _between_modules(self, first: int, end: int, depth: int, most: float = math.inf) -> Iterator[int]:
         """Yield the seams inside ``[first, end)``, the nodes of one module, whose path has ``depth`` parts.
 
-        At most as many bytes may cross as at its beginning or end, and at most ``most``. The repeated blocks of a
-        container (``ModuleList``, ``Sequential``), which computes nothing itself, always have seams around them, and
-        none inside.
+        Repeated modules have seams around them and none inside. At others at most as many bytes may cross as at the
+        beginning or end of the module that they are in, and at most ``most``.
         """
         children = [list(g) for _, g in itertools.groupby(range(first, end), lambda i: self.paths[i][: depth + 1])]
         if first > 0 and end < len(self.nodes):
             most = min(most, max(self.bytes[first], self.bytes[end]))
-        repeats = all(len(self.paths[c[0]]) > depth for c in children) and self._repeat(children)
-        if repeats:
-            yield from (t for t in (*(c[0] for c in children), end) if 0 < t < len(self.nodes))
-            return
-        yield from (c[0] for c in children[1:] if self.bytes[c[0]] <= most)
+        for before, child in itertools.pairwise(children):
+            if self._block_at[before[-1]] != self._block_at[child[0]] or self.bytes[child[0]] <= most:
+                yield child[0]
         for child in children:
-            if len(self.paths[child[0]]) > depth:
+            path = self.paths[child[0]][: depth + 1]
+            if len(path) > depth and path not in self._repeated:
                 yield from self._between_modules(child[0], child[-1] + 1, depth + 1, most)
 
-    def _repeat(self, children: Sequence[Sequence[int]]) -> bool:
-        """Whether most of the children run the same ops as another one, on the same shapes."""
-        made = [tuple(self._work(self.nodes[i]) for i in child) for child in children]
-        times = Counter(made)
-        return sum(times[work] > 1 for work in made) * 2 > len(made)
+    @cached_property
+    def _block_at(self) -> list[Path]:
+        """The repeated module of each node; empty outside of these."""
+        return [next((p[:d] for d in range(1, len(p) + 1) if p[:d] in self._repeated), ()) for p in self.paths]
+
+    @cached_property
+    def _repeated(self) -> set[Path]:
+        """The outermost members of lists of modules most of which run the same ops as another one, on the same shapes.
+
+        A list (``ModuleList``, ``Sequential``) computes nothing itself.
+        """
+        found: set[Path] = set()
+        computing = set(self.paths)
+        for depth in range(1, max(map(len, self.paths), default=0) + 1):
+            members: dict[Path, list[tuple[Path, object]]] = {}
+            for path, places in itertools.groupby(range(len(self.nodes)), lambda i: self.paths[i][:depth]):  # noqa: B023
+                inside = any(path[:d] in found for d in range(1, depth))
+                if len(path) == depth and path[:-1] not in computing and not inside:
+                    work = tuple(self._work(self.nodes[i]) for i in places)
+                    members.setdefault(path[:-1], []).append((path, work))
+            for calls in members.values():
+                modules: dict[object, set[Path]] = {}
+                for path, done in calls:
+                    modules.setdefault(done, set()).add(path)
+                if sum(len(modules[done]) > 1 for _, done in calls) * 2 > len(calls):
+                    found.update(path for path, _ in calls)
+        return found
 
     def _work(self, node: Node) -> object:
         return node.op, node.outputs, tuple(self.graph.meta(v) for v in node.inputs)
