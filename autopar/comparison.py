@@ -11,12 +11,17 @@ from torch import nn
 from typing_extensions import Unpack
 
 from autopar import api
+from autopar.arguments import as_cluster
 from autopar.mesh import Cluster
-from autopar.plan_options import PlanOptions, lists_options
+from autopar.pipelining import records_by_hand
+from autopar.plan_options import PlanOptions, lists_options, planner_options
 from autopar.planning import MeshLike
 from autopar.plans import Plan
+from autopar.plans.pipeline import PipelinePlan
 from autopar.plans.records import BaselineRecord
 from autopar.plans.table import seconds, size
+from autopar.tracer.calls import bind
+from autopar.tracer.tracer import as_call
 
 CHOSEN = "autopar"
 
@@ -25,7 +30,7 @@ CHOSEN = "autopar"
 class Comparison:
     """``plan`` is what was chosen; ``rows`` have its figures first, then those of every baseline that applies."""
 
-    plan: Plan
+    plan: Plan | PipelinePlan
     rows: tuple[BaselineRecord, ...]
 
     @property
@@ -73,11 +78,25 @@ def compare(
         options: see ``autopar.PlanOptions``. Constraints hold for the chosen plan, not for the baselines.
     """
     plan = api.plan(model, meta_inputs, mesh, cluster, compare=True, progress=progress, **options)
+    if isinstance(plan, PipelinePlan):
+        return _beside_pipelines_by_hand(plan, model, meta_inputs, cluster, options)
     baselines = plan.baselines
     if not baselines:
         free = cast(PlanOptions, {k: v for k, v in options.items() if k not in ("constraints", "time_limit")})
-        baselines = api.plan(model, meta_inputs, plan.mesh, cluster, compare=True, progress=progress, **free).baselines
+        other = api.plan(model, meta_inputs, plan.mesh, cluster, compare=True, progress=progress, **free)
+        assert isinstance(other, Plan)
+        baselines = other.baselines
     chosen = BaselineRecord(
         CHOSEN, plan.objective, plan.step_time, sum(c.bytes for c in plan.collectives), plan.peak_memory, True
     )
     return Comparison(plan, (chosen, *baselines))
+
+
+def _beside_pipelines_by_hand(
+    plan: PipelinePlan, model: nn.Module, meta_inputs: Any, cluster: Any, options: PlanOptions
+) -> Comparison:
+    call = bind(model, *as_call(meta_inputs))
+    wanted = planner_options(model, call, options)
+    sent = plan.micro_batches * sum(c.bytes for c in plan.collectives)
+    chosen = BaselineRecord(CHOSEN, plan.step_time, plan.step_time, sent, plan.peak_memory, True)
+    return Comparison(plan, (chosen, *records_by_hand(model, call, plan, as_cluster(cluster), wanted)))

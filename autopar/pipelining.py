@@ -22,11 +22,13 @@ from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
-from autopar.planner.pipeline.search import PlannedPipeline, plan_pipeline
+from autopar.planner.pipeline.search import PlannedPipeline, pipelines_by_hand, plan_pipeline
 from autopar.planner.pipeline.stages import Stage, cut, seams
+from autopar.planner.search.candidates import budget_bytes
 from autopar.planning import MeshLike, capture_model
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan
+from autopar.plans.records import BaselineRecord
 from autopar.tracer import Capture
 from autopar.tracer.calls import Call
 
@@ -260,6 +262,26 @@ def pipeline_plan(
         notices=(*capture.notices, *found.micro.notices),
         candidates=found.considered,
         timings={"capture": captured_s, "search": time.perf_counter() - began},
+    )
+
+
+def records_by_hand(
+    model: nn.Module, call: Call, plan: PipelinePlan, cluster: Cluster, options: Options
+) -> tuple[BaselineRecord, ...]:
+    """Return the figures of pipelines that people write by hand, with the plan's mesh and micro-batches."""
+    capture = capture_model(model, call, options, plan.stage_mesh.size, sums=False)
+    sized = cluster.sized(plan.mesh.size)
+    budget = budget_bytes(sized, options)
+    return tuple(
+        BaselineRecord(
+            name,
+            found.seconds,
+            found.seconds,
+            plan.micro_batches * sum(op.wire_bytes for p in found.planned for op in p.program.ops),
+            max(found.peaks),
+            max(found.peaks) <= budget,
+        )
+        for name, found in pipelines_by_hand(capture.graph, plan.mesh, sized, options, plan.micro_batches)
     )
 
 

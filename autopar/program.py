@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from autopar.ir import Output, Phase, TensorMeta
-from autopar.sharding import Halo, ShardingSpec, Strategy
+from autopar.sharding import Halo, Loan, ShardingSpec, Strategy
 from autopar.sharding.redistribution import Step
 
 OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait", "decomposed"]
@@ -34,7 +34,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective inside a compute op: it sends rows of halos, or gathers summaries of shards.
+    """A collective inside a compute op: it sends rows of halos or lent rows, or gathers summaries of shards.
 
     Args:
         kind: ``permute`` or ``all_gather``.
@@ -81,6 +81,7 @@ class Op:
         in_place: whether an all-reduce overwrites its operand, which nothing else reads, or a sum overwrites one of
             its operands, which nothing reads afterwards.
         halos: rows of the neighbours' shards that a compute op reads.
+        loan: rows that the ranks of a compute op lend to each other.
         sent: collectives inside a compute op; their time is included in ``seconds``.
     """
 
@@ -103,6 +104,7 @@ class Op:
     in_place: bool = False
     halos: tuple[Halo, ...] = ()
     sent: tuple[Sent, ...] = ()
+    loan: Loan | None = None
 
     @property
     def is_collective(self) -> bool:

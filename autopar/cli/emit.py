@@ -23,12 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from autopar.codegen import check_text
-    from autopar.plans.pipeline import load_plan
+    from autopar.plans.pipeline import PipelinePlan, load_plan
 
     plan = load_plan(arguments.plan)
     if arguments.output is None:
-        check_text(plan.source)
-        print(plan.source, end="")
+        for stage in plan.stages if isinstance(plan, PipelinePlan) else (plan,):
+            check_text(stage.source)
+            print(stage.source, end="")
         return 0
     check_writable([arguments.output])
     plan.emit(arguments.output)

@@ -225,6 +225,7 @@ class _Printer:
         if len(comments) > 1 and len(set(comments)) == 1:
             comments = [f"{comments[0]} each"]
         comments += [f"Triton kernel {k}" for k in self._kernels(node) if items]
+        comments += self._lent(node)
         comment = f"  # {printable('; '.join(comments))}" if comments else ""
         line = f"    {left} = {right}{comment}"
         return [line] if len(line) <= WIDTH else [*_comment_lines(comment), *_wrapped_assignment(left, right)]
@@ -232,6 +233,15 @@ class _Printer:
     def _kernels(self, node: fx.Node) -> tuple[str, ...]:
         op = node.meta.get("op")
         return op.kernels[:1] if isinstance(op, Op) and not op.exchanges else ()
+
+    def _lent(self, node: fx.Node) -> list[str]:
+        """Describe the rows that a call lends and gets back."""
+        op = node.meta.get("op")
+        if not isinstance(op, Op) or op.loan is None or node.target is operator.getitem:
+            return []
+        there, back = op.sent
+        seconds = _microseconds(there.seconds + back.seconds)
+        return [f"lends {there.bytes:,} bytes over {self._where(there.axis)}, {back.bytes:,} return, {seconds}"]
 
     def _comment(self, node: fx.Node) -> str:
         said = self._description(node)

@@ -43,6 +43,8 @@ CALLED |= {
         "all_reduce_bucket",
         "all_to_all",
         "arrived",
+        "balanced_attention",
+        "balanced_attention_backward",
         "choice",
         "device",
         "fetch",

@@ -78,6 +78,8 @@ OPERANDS = {
 """Names of an op's operands."""
 
 SHORTENED = {
+    "balanced_attention": "attention",
+    "balanced_attention_backward": "attention_backward",
     "linear_of_transposed": "linear",
     "add_": "add",
     "mul_": "mul",
@@ -355,7 +357,8 @@ def _role(node: fx.Node) -> str:
     """Return the name of a node's role as an operand of an op in ``OPERANDS``, or ""."""
     for reader, read in _readers(node):
         roles = OPERANDS.get(_kind(reader), ())
-        at = next((i for i, a in enumerate(reader.args) if a is read), len(roles))
+        operands = [a for a in reader.args if getattr(a, "target", None) != "rank"]
+        at = next((i for i, a in enumerate(operands) if a is read), len(roles))
         if at < len(roles) and roles[at]:
             return roles[at]
     return ""

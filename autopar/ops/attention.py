@@ -41,29 +41,26 @@ class _Attention:
     offset: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether torch's flash kernel for CPUs supports this."""
-        full = q.numel() > 0 and k.numel() > 0
+        """Whether torch's flash kernel for CPUs supports this. Its first causal query reads the first key alone."""
+        full = q.numel() > 0 and k.numel() > 0 and not (self.is_causal and self.offset[2] != self.offset[3])
         return q.device.type == "cpu" and full and not self.dropout_p and q.shape[-1] == v.shape[-1]
 
     def gpu_flash(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether torch's flash kernel for GPUs supports this. Causal attention must be square."""
+        """Whether torch's flash kernel for GPUs supports this. Its last causal query reads all keys."""
         plain = self.mask is None and not self.dropout_p and v.shape[-1] == q.shape[-1] and k.numel() * q.numel() > 0
-        square = q.shape[2] == k.shape[2] and self.offset[2] == self.offset[3]
-        return plain and (square or not self.is_causal) and _torch.flash_takes(q)
+        ends_alike = self.offset[2] + q.shape[2] == self.offset[3] + k.shape[2]
+        return plain and (ends_alike or not self.is_causal) and _torch.flash_takes(q)
 
-    def flash_mask(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
-        """Return the kernel's additive mask, and whether to use its own causal mask."""
+    def flash_mask(self, q: Tensor) -> Tensor | None:
+        """Return the kernel's additive mask."""
         mask = self.mask
-        causal = self.is_causal and self.offset[2] == self.offset[3]
-        if self.is_causal and not causal:
-            mask = _combined_mask(mask, self._causal(slice(0, q.shape[2]), k.shape[2], q.device))
         if mask is None:
-            return None, causal
+            return None
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
         if mask.dtype != torch.float32 or q.dtype == torch.float64:
             mask = mask.to(q.dtype)
-        return mask[(None,) * (4 - mask.dim())], causal
+        return mask[(None,) * (4 - mask.dim())]
 
     def _causal(self, rows: slice, t: int, device: torch.device) -> Tensor:
         """Return the causal mask, [rows, t] bool."""
@@ -100,12 +97,6 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 def _with_contiguous_rows(x: Tensor) -> Tensor:
     """Return ``x`` with contiguous rows, as torch's kernels require. The one for CPUs does not check."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _combined_mask(mask: Tensor | None, allowed: Tensor) -> Tensor:
-    if mask is None:
-        return allowed
-    return mask & allowed if mask.dtype == torch.bool else mask.where(allowed, -math.inf)
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:
@@ -151,9 +142,12 @@ def _cpu_flash(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[
     """Return the results in the layout of torch's CPU kernel, or None if it does not support this."""
     if not attention.flash(q, k, v):
         return None
-    additive, causal = attention.flash_mask(q, k)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_with_contiguous_rows, (q, k, v)), 0.0, causal, attn_mask=additive, scale=attention.scale
+        *map(_with_contiguous_rows, (q, k, v)),
+        0.0,
+        attention.is_causal,
+        attn_mask=attention.flash_mask(q),
+        scale=attention.scale,
     )
     return out, lse
 
@@ -216,13 +210,12 @@ def _cpu_flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     if not attention.flash(q, k, v):
         return None
-    additive, causal = attention.flash_mask(q, k)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *map(_with_contiguous_rows, (grad_out, q, k, v, out)),
         lse,
         0.0,
-        causal,
-        attn_mask=additive,
+        attention.is_causal,
+        attn_mask=attention.flash_mask(q),
         scale=attention.scale,
     )
     return dq, dk, dv

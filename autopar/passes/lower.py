@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -211,6 +211,9 @@ class _Builder:
         if name.rpartition(".")[0] in NEEDS_CONTIGUOUS:
             made = tuple(map(self._dense, made[0])), made[1]
         target = resolve_op(name)
+        if op.loan is not None:
+            given = {"length": op.loan.n, "axes": list(op.loan.axes), "lent": list(op.loan.lent)}
+            target, made = BALANCED[node.packet], ((self.rank, *made[0]), {**made[1], **given})
         if op.in_place:
             target, made = _overwriting_call(target, *made, op.operand)
         if changes_arguments(target):
@@ -359,6 +362,12 @@ class _Builder:
             return kwargs
         return {**kwargs, "device": self._call(spmd.device, (self.rank,))}
 
+
+BALANCED: Mapping[str, Callable[..., Any]] = {
+    "autopar.attention": spmd.balanced_attention,
+    "autopar.attention_backward": spmd.balanced_attention_backward,
+}
+"""The functions of ranks that lend each other rows."""
 
 _OVERWRITING = {
     aten.add.Tensor: aten.add_.Tensor,

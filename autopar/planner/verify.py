@@ -23,7 +23,7 @@ from autopar.plans import Plan
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.redistribution import steps_from
-from autopar.strategies import halos, strategies
+from autopar.strategies import halos, lent, strategies
 
 BUCKETS = ("all_gather", "all_reduce", "reduce_scatter")
 
@@ -204,6 +204,7 @@ class _Verifier:
         _require(
             op.halos == (halos(node, strategy, metas, self.mesh) or ()), f"{op.name}: other halos than its strategy has"
         )
+        _require(op.loan == lent(node, strategy, metas, self.mesh), f"{op.name}: another loan than its strategy has")
         if op.in_place:
             _require(not op.kernels and op.operand < OVERWRITING.get(node.op, 0), f"{op.name}: may not run in place")
             _require(op.operand >= 0 and may_overwrite(node, self.graph), f"{op.name}: may not run in place")

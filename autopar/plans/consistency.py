@@ -74,6 +74,7 @@ def _axes(op: Op) -> Iterator[int]:
         yield from (step.axis, *step.axes)
     yield from (h.axis for h in op.halos)
     yield from (s.axis for s in op.sent)
+    yield from op.loan.axes if op.loan is not None else ()
     for spec in _specs(op):
         yield from spec.axes
 

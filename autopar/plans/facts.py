@@ -42,6 +42,7 @@ class Facts:
         dtype: the dtype of most FLOPs; ``peak_flops_per_s`` is a device's peak in it.
         overlap: share of a collective's time that concurrent computation hides, from 0 to 1.
         samples, tokens: of the global batch of a step; 0 tokens if the inputs are not token sequences.
+        hidden_flops: the FLOPs of ``flops`` that causal masks hide.
         device, description: of the cluster.
         memory_bytes: memory of one device.
     """
@@ -61,16 +62,26 @@ class Facts:
     memory_bytes: int
     devices_per_node: int
     axes: tuple[AxisFacts, ...]
+    hidden_flops: float = 0.0
 
     @property
     def flops(self) -> float:
-        """FLOPs of one step on the global batch, forward and backward, without recomputation."""
+        """FLOPs of one step on the global batch, forward and backward, without recomputation.
+
+        By convention, those that causal masks hide count too.
+        """
         return sum(n.flops for n in self.nodes.values())
+
+    @property
+    def needed_flops(self) -> float:
+        """``flops`` without those that causal masks hide."""
+        return self.flops - self.hidden_flops
 
 
 def facts_to(facts: Facts) -> dict[str, Any]:
     """Return the facts as JSON data."""
     data = {f: getattr(facts, f) for f in _PLAIN}
+    data["hidden_flops"] = facts.hidden_flops
     data["axes"] = [asdict(a) | {"algorithms": dict(a.algorithms)} for a in facts.axes]
     data["names"] = dict(facts.names)
     data["nodes"] = {name: list(n) for name, n in facts.nodes.items()}
@@ -89,6 +100,7 @@ def facts_from(data: Mapping[str, Any]) -> Facts:
         intervals=tuple((at, stream, start, end) for at, stream, start, end in entries(data["intervals"])),
         history={kind: tuple((at, size) for at, size in entries(points)) for kind, points in data["history"].items()},
         axes=tuple(AxisFacts(**a) for a in entries(data["axes"])),
+        hidden_flops=data.get("hidden_flops", 0.0),
         **{f: data[f] for f in _PLAIN},
     )
 

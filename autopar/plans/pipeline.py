@@ -19,6 +19,7 @@ from autopar.pipelines.makespan import Costs, Timeline, in_flight, simulate
 from autopar.pipelines.request import AXIS
 from autopar.plans.pipeline_table import pipeline_differences, pipeline_table
 from autopar.plans.plan import Plan, checked_read, read_json, write_text
+from autopar.plans.records import Collective
 from autopar.plans.typed import entries, require
 
 Assembled = Literal["sum", "concatenate", "same"]
@@ -96,6 +97,11 @@ class PipelinePlan:
     def gap(self) -> float:
         """(step_time - lower_bound) / step_time."""
         return (self.step_time - self.lower_bound) / self.step_time if self.step_time else 0.0
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every launch of a collective for one micro-batch, stage by stage."""
+        return tuple(c for stage in self.stages for c in stage.collectives)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -184,6 +190,18 @@ class PipelinePlan:
             f'<iframe srcdoc="{escape(pipeline_page(self, self.digest))}" style="width:100%;height:42rem"></iframe>'
         )
         return f"<pre>{escape(pipeline_table(self))}</pre><details><summary>report</summary>{framed}</details>"
+
+    def emit(self, path: str | Path) -> Path:
+        """Not for pipelines, whose ranks run different programs; ``stages[i].source`` is that of a stage.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "The programs of a pipeline cannot be written as one file.",
+            found=f"{path!s:.200}, {len(self.stages)} stages",
+            hint="read plan.stages[0].source, or write a stage's program with plan.stages[0].emit(path).",
+        )
 
     def diff(self, other: object) -> str:
         """Describe what differs between two plans of pipelines: predictions, schedule, cut, and each stage's plan.

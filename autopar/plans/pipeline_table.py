@@ -20,19 +20,30 @@ LINE = 88
 class Shown(Protocol):
     """What the table shows of a plan."""
 
-    model: str
-    mesh: Mesh
-    cluster: str
-    blocks: tuple[str, ...]
-    starts: tuple[int, ...]
-    schedule: Schedule
-    costs: Costs
-    step_time: float
-    lower_bound: float
-    peaks: tuple[int, ...]
-    notices: tuple[str, ...]
-    candidates: tuple[tuple[str, float], ...]
-
+    @property
+    def model(self) -> str: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def cluster(self) -> str: ...
+    @property
+    def blocks(self) -> tuple[str, ...]: ...
+    @property
+    def starts(self) -> tuple[int, ...]: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def costs(self) -> Costs: ...
+    @property
+    def step_time(self) -> float: ...
+    @property
+    def lower_bound(self) -> float: ...
+    @property
+    def peaks(self) -> tuple[int, ...]: ...
+    @property
+    def notices(self) -> tuple[str, ...]: ...
+    @property
+    def candidates(self) -> tuple[tuple[str, float], ...]: ...
     @property
     def stages(self) -> Sequence[PlanRecord]: ...
     @property

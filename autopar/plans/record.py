@@ -109,9 +109,20 @@ class PlanRecord:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: FLOPs of the step over what all devices could do in its time; 0 if unknown."""
+        """Model FLOPs utilization: FLOPs of the step over what all devices could do in its time; 0 if unknown.
+
+        Of causal attention it counts the pairs of rows that the mask leaves.
+        """
+        return self._utilization(self.facts.needed_flops) if self.facts else 0.0
+
+    @property
+    def mfu_of_all_pairs(self) -> float:
+        """``mfu`` if the pairs that causal masks hide are counted too, as is usual where sequences are short."""
+        return self._utilization(self.facts.flops) if self.facts else 0.0
+
+    def _utilization(self, flops: float) -> float:
         could = self.step_time * self.mesh.size * self.facts.peak_flops_per_s if self.facts else 0.0
-        return self.facts.flops / could if self.facts and could else 0.0
+        return flops / could if could else 0.0
 
     @property
     def throughput(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from autopar.ir import Output, TensorMeta, Value
 from autopar.plans.typed import entries
 from autopar.program import Arrangement, LocalTensor, Op, Program, Sent
-from autopar.sharding import Halo, ShardingSpec, Step, Strategy
+from autopar.sharding import Halo, Loan, ShardingSpec, Step, Strategy
 
 
 def program_to(program: Program) -> dict[str, Any]:
@@ -69,6 +69,8 @@ def _op_to(op: Op) -> dict[str, Any]:
         ]
     if op.sent:
         data["sent"] = [[s.kind, s.operand, s.axis, s.bytes, s.seconds] for s in op.sent]
+    if op.loan is not None:
+        data["loan"] = [op.loan.n, list(op.loan.axes), list(op.loan.lent)]
     return data
 
 
@@ -125,7 +127,12 @@ def _op_from(data: Mapping[str, Any]) -> Op:
         data.get("in_place", False),
         tuple(map(_halo_from, entries(data.get("halos", [])))),
         tuple(Sent(*s) for s in map(entries, entries(data.get("sent", [])))),
+        _loan_from(*entries(data["loan"])) if "loan" in data else None,
     )
+
+
+def _loan_from(n: Any, axes: Sequence[Any], lent: Sequence[Any]) -> Loan:
+    return Loan(n, tuple(entries(axes)), tuple(entries(lent)))
 
 
 def _halo_from(data: Sequence[Any]) -> Halo:

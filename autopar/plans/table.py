@@ -60,10 +60,16 @@ def speed(plan: PlanRecord) -> str:
     f = plan.facts
     if f is None or not plan.step_time:
         return ""
-    said = [f"MFU {plan.mfu:.1%}"] if f.flops else []
+    said = [f"MFU {utilization(plan)}"] if f.flops else []
     if f.tokens or f.samples:
         said.append(f"{plan.throughput:,.0f} {'tokens' if f.tokens else 'samples'}/s")
     return ", ".join(said)
+
+
+def utilization(plan: PlanRecord) -> str:
+    """Return MFU, and where it differs, what it is with the pairs that causal masks hide."""
+    mfu, of_all = f"{plan.mfu:.1%}", f"{plan.mfu_of_all_pairs:.1%}"
+    return mfu if mfu == of_all else f"{mfu} ({of_all} with what causal masks hide)"
 
 
 def _layers(plan: PlanRecord) -> list[str]:

@@ -2,6 +2,7 @@
 
 from autopar.sharding.greedy import greedy_path
 from autopar.sharding.halo import Halo
+from autopar.sharding.loan import Loan
 from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset, local_length
 from autopar.sharding.pareto import Line, LinearPricing, ParetoSet, pareto_set
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
@@ -15,6 +16,7 @@ __all__ = [
     "Halo",
     "Line",
     "LinearPricing",
+    "Loan",
     "LocalChoice",
     "LocalLength",
     "LocalOffset",

@@ -26,16 +26,21 @@ from autopar.spmd.collectives import (
 )
 from autopar.spmd.copies import on_copies
 from autopar.spmd.halos import shift, window
+from autopar.spmd.lending import LENDING, balanced_attention, balanced_attention_backward
 from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
-from autopar.spmd.products import PRODUCTS, gather_product, product_scatter, simulate_product
+from autopar.spmd.products import PRODUCTS, gather_product, product_scatter
 from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, at_micro_batch, local_ranks
+from autopar.spmd.rings import simulate_ring
 from autopar.spmd.sections import section
 from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, host_memory, offload
 
+RINGS = {**PRODUCTS, **LENDING}
+"""The generator of each function in which ranks compute while they send each other blocks."""
+
 __all__ = [
     "COLLECTIVES",
-    "PRODUCTS",
+    "RINGS",
     "Ends",
     "HostTensor",
     "LocalRank",
@@ -53,6 +58,8 @@ __all__ = [
     "allocating_on_host",
     "arrived",
     "at_micro_batch",
+    "balanced_attention",
+    "balanced_attention_backward",
     "bucket_call",
     "choice",
     "device",
@@ -73,7 +80,7 @@ __all__ = [
     "section",
     "shift",
     "simulate",
-    "simulate_product",
+    "simulate_ring",
     "slice_shard",
     "step_call",
     "to_placements",

@@ -4,18 +4,13 @@ On a ring of k ranks a product has k parts, one for each rank's block. While a r
 another on, so each of the k - 1 messages is hidden by a part, as far as it is not longer (Wang et al., "Overlap
 communication with dependent computation via decomposition in large deep learning models", ASPLOS 2023). GPUs with
 access to each other's memory do the same with torch's symmetric-memory ops, in which copy engines carry the blocks.
-
-A ring is written as a generator, which yields what to send and what to wait for. A process of a job runs it by itself,
-simulated ranks run theirs together step by step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,25 +19,7 @@ from autopar import _torch
 from autopar.mesh import Mesh
 from autopar.sharding.spec import chunk
 from autopar.spmd.ranks import Exchange, Rank
-
-
-@dataclass(frozen=True)
-class Send:
-    """A request to pass ``block`` along the ring."""
-
-    block: Tensor
-    exchange: Exchange
-
-
-@dataclass(frozen=True)
-class Receive:
-    """A request to wait for what a ``Send`` started to receive."""
-
-    started: Tensor
-    shape: tuple[int, ...]
-
-
-Ring: TypeAlias = Generator[Union[Send, Receive], Any, Any]
+from autopar.spmd.rings import Receive, Ring, Send, run_ring
 
 
 def gather_product(
@@ -69,7 +46,7 @@ def gather_product(
         if matrix is not None:
             product, gathered = _torch.fused_gather_product(x, matrix, dim, group, keep=keep)
             return (product, gathered) if keep else product
-    return _run(rank, _gathering(rank, x, w, equation, operand, dim, axis, length, keep=keep))
+    return run_ring(rank, _gathering(rank, x, w, equation, operand, dim, axis, length, keep=keep))
 
 
 def product_scatter(rank: Rank, x: Tensor, w: Tensor, *, equation: str, operand: int, dim: int, axis: int) -> Tensor:
@@ -79,46 +56,7 @@ def product_scatter(rank: Rank, x: Tensor, w: Tensor, *, equation: str, operand:
         matrix = _as_matrix(equation, w)
         if matrix is not None:
             return _torch.fused_product_scatter(x, matrix, dim, group)
-    found: Tensor = _run(rank, _scattering(rank, x, w, equation, operand, dim, axis))
-    return found
-
-
-def simulate_product(
-    function: Callable[..., Any],
-    ranks: Sequence[Rank],
-    calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
-    meters: Sequence[Any] = (),
-) -> list[Any]:
-    """Run one of these functions on every simulated rank of a mesh, step by step, like ``spmd.simulate``."""
-    rings = [PRODUCTS[function](rank, *args, **kwargs) for rank, (args, kwargs) in zip(ranks, calls, strict=True)]
-    replies: list[Any] = [None] * len(rings)
-    while True:
-        requests: list[Send | Receive] = []
-        results: list[Any] = []
-        for i, ring in enumerate(rings):
-            with meters[i] if meters else nullcontext():
-                try:
-                    requests.append(ring.send(replies[i]))
-                except StopIteration as done:
-                    results.append(done.value)
-            replies[i] = None
-        if results:
-            return results
-        replies = _replies(requests)
-        for meter, reply in zip(meters, replies, strict=False):
-            meter.hold([reply])
-
-
-def _replies(requests: Sequence[Send | Receive]) -> list[Tensor]:
-    """Answer each rank's request: with the block of its neighbour, or with what it has received before."""
-    found = []
-    for request in requests:
-        if isinstance(request, Receive):
-            found.append(request.started)
-        else:
-            sender = requests[request.exchange.sources[len(found)]]
-            assert isinstance(sender, Send)
-            found.append(sender.block.clone())
+    found: Tensor = run_ring(rank, _scattering(rank, x, w, equation, operand, dim, axis))
     return found
 
 
@@ -179,20 +117,6 @@ def _scattering(rank: Rank, x: Tensor, w: Tensor, equation: str, operand: int, d
 
 PRODUCTS: Mapping[Callable[..., Any], Callable[..., Ring]] = {gather_product: _gathering, product_scatter: _scattering}
 """The ring of each function."""
-
-
-def _run(rank: Rank, ring: Ring) -> Any:
-    """Run a ring on a process of a job."""
-    reply: Any = None
-    while True:
-        try:
-            request = ring.send(reply)
-        except StopIteration as done:
-            return done.value
-        if isinstance(request, Send):
-            reply = rank.launch(request.block, request.exchange)
-        else:
-            reply = rank.finish(request.started).view(request.shape)
 
 
 def _contract(block: Tensor, other: Tensor, equation: str, operand: int) -> Tensor:

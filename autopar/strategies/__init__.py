@@ -2,7 +2,7 @@
 
 from autopar.strategies import rules  # noqa: F401  registers every rule
 from autopar.strategies.combine import Combine, Gathered, Operand
-from autopar.strategies.enumerate import bound, combine, flops, halos, missing_rule, strategies
+from autopar.strategies.enumerate import bound, combine, flops, halos, lent, missing_rule, strategies
 from autopar.strategies.localize import localize
 from autopar.strategies.notation import Bound, Equation, bind, parse
 from autopar.strategies.registry import Rule, find_lowering, find_rule, lowering, register_rule, registered, rule
@@ -21,6 +21,7 @@ __all__ = [
     "find_rule",
     "flops",
     "halos",
+    "lent",
     "localize",
     "lowering",
     "missing_rule",

@@ -14,11 +14,21 @@ from functools import lru_cache
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding.halo import Halo
+from autopar.sharding.loan import Loan
 from autopar.sharding.spec import Reduction, ShardingSpec, length
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.combine import Combine
 from autopar.strategies.notation import Bound, Equation, bind, parse
-from autopar.strategies.registry import LinearSets, Metas, Rule, find_combining, find_rule, find_windows, on_change
+from autopar.strategies.registry import (
+    LinearSets,
+    Metas,
+    Rule,
+    find_combining,
+    find_lending,
+    find_rule,
+    find_windows,
+    on_change,
+)
 
 _cache: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
 _bounds: dict[tuple[object, ...], Bound | None] = {}
@@ -111,6 +121,12 @@ def halos(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> tuple[Hal
 def combine(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Combine | None:
     """Return the summaries that ranks exchange to run the strategy, or None if it needs none."""
     find = find_combining(node)
+    return None if find is None else find(node, strategy, metas, mesh)
+
+
+def lent(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Loan | None:
+    """Return the rows that ranks lend to each other to run the strategy, or None if they lend none."""
+    find = find_lending(node)
     return None if find is None else find(node, strategy, metas, mesh)
 
 

@@ -11,6 +11,7 @@ from autopar.errors import RuleError
 from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding.halo import Halo
+from autopar.sharding.loan import Loan
 from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
 from autopar.sharding.spec import REDUCTIONS, Reduction
 from autopar.sharding.strategy import Strategy
@@ -30,6 +31,7 @@ Linear: TypeAlias = Union[LinearSets, Callable[[Node, Metas], LinearSets]]
 Flops: TypeAlias = Union[str, Callable[[Node, Metas], float]]
 Windows: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], Union[tuple[Halo, ...], None]]
 Lowering: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], LocalCall]
+Lending: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], Union[Loan, None]]
 Combining: TypeAlias = Callable[[Node, Strategy, Metas, Mesh], Union[Combine, None]]
 
 
@@ -82,6 +84,7 @@ _rules: dict[str, Rule] = {}
 _lowerings: dict[str, Lowering] = {}
 _windows: dict[str, Windows] = {}
 _combining: dict[str, Combining] = {}
+_lending: dict[str, Lending] = {}
 _on_change: list[Callable[[], None]] = []
 
 
@@ -168,6 +171,17 @@ def combining(*ops: object) -> Callable[[Combining], Combining]:
     return register
 
 
+def lending(*ops: object) -> Callable[[Lending], Lending]:
+    """Decorate a function that returns the rows that ranks lend to each other when they run the ops, None if none."""
+
+    def register(function: Lending) -> Lending:
+        for op in ops:
+            _lending[op_name(op)] = function
+        return function
+
+    return register
+
+
 def register_rule(op: object, notation: Notation, **options: Any) -> None:
     """Register how a custom op may be sharded, with a named factor for each dim.
 
@@ -213,6 +227,10 @@ def find_combining(node: Node) -> Combining | None:
     return _combining.get(node.op) or _combining.get(node.packet)
 
 
+def find_lending(node: Node) -> Lending | None:
+    return _lending.get(node.op) or _lending.get(node.packet)
+
+
 def registered() -> Mapping[str, Rule]:
     """Return all rules by op."""
     return dict(_rules)
@@ -229,6 +247,7 @@ def remove(op: object) -> None:
     _lowerings.pop(op_name(op), None)
     _windows.pop(op_name(op), None)
     _combining.pop(op_name(op), None)
+    _lending.pop(op_name(op), None)
     _changed()
 
 

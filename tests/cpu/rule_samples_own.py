@@ -60,6 +60,7 @@ def attention() -> Iterator[Sample]:
         (4, 2, 5, x(2, 4, 5, 6), {"is_causal": False}),
         (4, 4, 4, x(4, 6), {"is_causal": False, "dropout_p": 0.5}),
         (6, 3, 5, None, {"is_causal": True, "dropout_p": 0.25}),
+        (4, 2, 13, None, {"is_causal": True}),
     ]
     for heads, groups, queries, allowed, changes in cases:
         keys = queries if changes["is_causal"] else 6

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar import spmd
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.sharding import ShardingSpec, Strategy
+from autopar.passes.lower import BALANCED
+from autopar.sharding import Loan, ShardingSpec, Strategy
 from autopar.sharding.halo import Halo
 from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
 from autopar.sharding.spec import length, offset
-from autopar.strategies import Combine, Gathered, Operand, combine, halos, localize, strategies
+from autopar.strategies import Combine, Gathered, Operand, combine, halos, lent, localize, strategies
 
 MESHES = (Mesh((2,)), Mesh((2, 2)), Mesh((3,)))
 TOLERANCE = 1e-9  # in float64, for results that are not integral
@@ -98,13 +100,14 @@ def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
     gathered = summaries(told, shards, mesh) if told else {}
     for h in halos(case.node, strategy, case.metas, mesh) or ():
         shards[h.operand] = {rank: windowed(shards[h.operand], h, rank) for rank in ranks}
-    results = {}
+    calls = []
     for rank in ranks:
         own = [s[rank] for s in shards]
         operands = Operands(iter(own), own, gathered.get(rank, []))
-        local_args = [_local(a, operands, mesh, rank) for a in args]
-        local_kwargs = {k: _local(a, operands, mesh, rank) for k, a in kwargs}
-        results[rank] = _results(find_op(op)(*local_args, **local_kwargs))
+        calls.append(([_local(a, operands, mesh, rank) for a in args], _local_options(kwargs, operands, mesh, rank)))
+    loan = lent(case.node, strategy, case.metas, mesh)
+    made = [find_op(op)(*a, **k) for a, k in calls] if loan is None else lending(case.node, loan, mesh, calls)
+    results = dict(zip(ranks, map(_results, made), strict=True))
     for index, (expected, spec) in enumerate(zip(case.results, strategy.outputs, strict=True)):
         if expected is None:
             assert spec is None, f"result {index} is absent"
@@ -115,6 +118,13 @@ def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
         for rank, piece in pieces.items():
             whole = expected[spec.local_slices(expected.shape, mesh, rank)]
             assert_same(piece, whole, f"result {index} on rank {rank}", tolerance)
+
+
+def lending(node: Node, loan: Loan, mesh: Mesh, calls: Sequence[Any], meters: Sequence[Any] = ()) -> list[Any]:
+    """Run the calls of all ranks of an op in which they lend each other rows."""
+    terms = {"length": loan.n, "axes": loan.axes, "lent": loan.lent}
+    ring = spmd.RINGS[BALANCED[node.packet]]
+    return spmd.simulate_ring(ring, spmd.local_ranks(mesh), [(a, {**k, **terms}) for a, k in calls], meters)
 
 
 def summaries(told: Combine, shards: list[Any], mesh: Mesh) -> dict[tuple[int, ...], list[Tensor]]:
@@ -322,3 +332,7 @@ def _local(arg: Any, operands: Operands, mesh: Mesh, rank: tuple[int, ...]) -> A
     if isinstance(arg, str) and arg.startswith("torch."):
         return getattr(torch, arg.removeprefix("torch."))
     return arg
+
+
+def _local_options(kwargs: Any, operands: Operands, mesh: Mesh, rank: tuple[int, ...]) -> dict[str, Any]:
+    return {k: _local(a, operands, mesh, rank) for k, a in kwargs}

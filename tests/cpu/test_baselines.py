@@ -1,4 +1,4 @@
-"""DDP, ZeRO, HSDP, tensor and sequence parallel are what people mean by them, and compute what one device does."""
+"""DDP, ZeRO, HSDP, tensor, sequence and context parallel are what people mean by them, and equal one device."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def carried(plan) -> Counter:
 
 
 def test_each_mesh_has_the_baselines_that_it_has_axes_for():
-    one = {"DDP", "ZeRO-1/2", "ZeRO-3", "TP", "TP+SP"}
-    assert one | {"HSDP", "DDP x TP", "FSDP x TP", "FSDP x TP+SP"} == NAMES
+    one = {"DDP", "ZeRO-1/2", "ZeRO-3", "TP", "TP+SP", "CP"}
+    assert one | {"HSDP", "DDP x TP", "FSDP x TP", "FSDP x TP+SP", "FSDP x CP"} == NAMES
     assert {b.name for b in baselines(Mesh((4,)))} == one
     assert baselines(Mesh((1,))) == ()
 
@@ -96,6 +96,23 @@ def test_two_dimensional_cuts_weights_by_tensor_and_stores_them_by_data():
     assert str(plan.specs["model.layers.0.mlp.down_proj.weight"]) == "S0S1"
 
 
+def test_context_parallel_cuts_the_sequence_and_stores_weights_cut():
+    plan = baseline("llama", "CP", (2,))
+    assert str(plan.specs["input:input_ids"]) == "RS0"
+    assert str(plan.specs["model.layers.0"]) == str(plan.specs["model.layers.1.mlp"]) == "RS0R"
+    assert all(plan.specs[n].ways(plan.mesh) == 2 for n in plan.parameters)
+    assert carried(plan)["reduce_scatter", "backward"] >= len(plan.parameters)
+    both = baseline("llama", "FSDP x CP", (2, 2))
+    assert str(both.specs["input:input_ids"]) == "S0S1"
+    assert str(both.specs["model.layers.0"]) == "S0S1R"
+
+
+def test_context_parallel_is_of_models_in_which_a_sequence_is_attended():
+    for model in ("mlp", "cnn"):
+        with pytest.raises(PlanError, match="does not apply"):
+            baseline(model, "CP", (2,))
+
+
 QUICK = [("gpt2", "FSDP x TP+SP"), ("gpt2", "ZeRO-1/2"), ("cnn", "HSDP"), ("cnn", "TP"), ("mlp", "FSDP x TP")]
 REST = [(m, n) for m in ("gpt2", "cnn", "t5", "mixtral") for n in sorted(NAMES) if (m, n) not in QUICK]
 
@@ -108,7 +125,7 @@ def test_a_baseline_computes_what_one_device_does(model: str, name: str):
     try:
         plan = autopar.plan(module, inputs, mesh=(2, 2), cluster="dgx-h100", search=f"baseline:{name}")
     except PlanError as error:
-        assert model == "cnn" and "SP" in name, error  # noqa: PT017  images have no sequence
+        assert model == "cnn" and ("SP" in name or "CP" in name), error  # noqa: PT017  images have no sequence
         return
     alone = copy.deepcopy(module)
     output = alone(**inputs)

@@ -133,20 +133,28 @@ def test_a_uniform_split_gives_the_remainder_to_later_stages() -> None:
     assert second - first in (0, 1)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.parametrize("share", [0.9, 0.8])
 def test_a_budget_is_never_exceeded(plan: PipelinePlan, share: float) -> None:
     budget = int(share * plan.peak_memory)
-    try:
-        made = planned(memory_budget=budget, pipeline=Pipeline(micro_batches=4))
-    except AutoparError as error:
-        assert "GiB" in str(error) or "MiB" in str(error) or "KiB" in str(error)
-    else:
-        assert made.peak_memory <= budget
-        assert made.step_time >= made.lower_bound
+    made = planned(memory_budget=budget, pipeline=Pipeline(micro_batches=4))
+    assert made.lower_bound <= made.step_time
+    assert made.peak_memory <= budget
+
+
+def test_a_budget_that_nothing_fits_is_refused() -> None:
+    with pytest.raises(AutoparError, match="hint:"):
+        planned(memory_budget=2000)
+
+
+def test_pipelines_by_hand_stand_beside_the_plan() -> None:
+    compared = autopar.compare(Model(), inputs(), {"pp": 2, "dp": 2}, "dgx-h100", pipeline=Pipeline(micro_batches=4))
+    names = [row.name for row in compared.baselines]
+    assert "1f1b, DDP" in names and "gpipe, ZeRO-3" in names and "interleaved, TP" in names
+    assert all(compared.rows[0].step_time <= 1.01 * row.step_time for row in compared.baselines if row.fits)
 
 
 def test_parameters_keep_constraints_in_the_stage_that_has_them() -> None:
-    made = planned(constraints={"head.weight": "S0R", "blocks.0.up.weight": "S1R".replace("S1R", "S0R")})
+    made = planned(constraints={"head.weight": "S0R", "blocks.0.up.weight": "S0R"})
     assert str(made.stages[1].specs["head.weight"]) == "S0R"
     assert str(made.stages[0].specs["blocks.0.up.weight"]) == "S0R"
 

@@ -18,13 +18,24 @@ from autopar.planner.footprint.transients_of_indexing import excess_bytes
 from autopar.planner.footprint.transients_of_norms import summary_bytes
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
-from autopar.sharding import Strategy
-from autopar.strategies import Combine, combine, halos, localize, strategies
+from autopar.sharding import Loan, Strategy
+from autopar.strategies import Combine, combine, halos, lent, localize, strategies
 from autopar.strategies.combine import Call
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import Subject, cluster_where_sharding_pays
 from tests.cpu.rule_samples import KINDS
-from tests.cpu.rule_simulation import Operands, Sample, _local, find_op, sample, shard, summaries, windowed
+from tests.cpu.rule_simulation import (
+    Operands,
+    Sample,
+    _local,
+    _local_options,
+    find_op,
+    lending,
+    sample,
+    shard,
+    summaries,
+    windowed,
+)
 from tests.halo_models import Resizing, Sliding, Volume
 
 aten = torch.ops.aten
@@ -119,12 +130,33 @@ def alone(case: Sample, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[int, i
     ranks, shards = [mesh.coordinate(r) for r in range(mesh.size)], shards_of(case, strategy, mesh)
     for h in halos(case.node, strategy, case.metas, mesh) or ():
         shards[h.operand] = {rank: windowed(shards[h.operand], h, rank) for rank in ranks}
+    if (loan := lent(case.node, strategy, case.metas, mesh)) is not None:
+        yield from in_debt(case, strategy, mesh, loan, shards)
+        return
     for rank in ranks:
         own = [s[rank].clone(memory_format=torch.contiguous_format) for s in shards]
         one = on_rank(case, strategy, mesh, rank, own)
         _, aliased = results(case.node, [x for x, _ in one.operands], [x.shape for x, _ in one.results])
         made = 0 if aliased else one.written + excess_bytes(one)
         yield metered(localize(case.node, strategy, case.metas, mesh), own, (), mesh, rank), made + transients(one)
+
+
+def in_debt(
+    case: Sample, strategy: Strategy, mesh: Mesh, loan: Loan, shards: list[dict[tuple[int, ...], Tensor]]
+) -> Iterator[tuple[int, int]]:
+    """The same of an op in which ranks lend each other rows."""
+    _, args, kwargs = localize(case.node, strategy, case.metas, mesh)
+    ranks, meters, calls = [mesh.coordinate(r) for r in range(mesh.size)], [MemoryMeter() for _ in range(mesh.size)], []
+    for rank, meter in zip(ranks, meters, strict=True):
+        own = [s[rank].clone(memory_format=torch.contiguous_format) for s in shards]
+        operands = Operands(iter(own), own, ())
+        calls.append(([_local(a, operands, mesh, rank) for a in args], _local_options(kwargs, operands, mesh, rank)))
+        meter.hold(own)
+    before = [m.held for m in meters]
+    lending(case.node, loan, mesh, calls, meters)
+    for rank, meter, held in zip(ranks, meters, before, strict=True):
+        one = on_rank(case, strategy, mesh, rank, [s[rank] for s in shards])
+        yield meter.peak - held, one.written + transients(one)
 
 
 def together(case: Sample, strategy: Strategy, mesh: Mesh, told: Combine) -> Iterator[tuple[int, int, int]]:

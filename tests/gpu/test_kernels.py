@@ -9,6 +9,7 @@ triton = pytest.importorskip("triton")
 
 from autopar import _torch, kernels  # noqa: E402
 from autopar.kernels import KERNELS  # noqa: E402
+from autopar.ops import attention  # noqa: E402
 from autopar.ops.linear_nll import CHUNK  # noqa: E402
 from tests.kernel_checks import (  # noqa: E402
     FLOATS,
@@ -128,6 +129,27 @@ def test_attention_by_the_flash_kernel(dtype, g, causal) -> None:
         "offset": [0, 0, 0, 0],
     }
     found, lse = torch.ops.autopar.attention(*operands, None, None, **options)
+    expected, wanted = torch.ops.autopar.attention(*exact, None, None, **options)
+    assert_near(found.detach(), expected.detach(), times=2)
+    assert_near(lse, wanted, times=1e3)
+    grad = torch.randn_like(found)
+    for a, b in zip(
+        torch.autograd.grad(found, operands, grad), torch.autograd.grad(expected, exact, grad.double()), strict=True
+    ):
+        assert_near(a, b, times=4)
+
+
+@pytest.mark.parametrize("last", [128, 129, 255], ids=str)
+def test_the_last_of_some_rows_attends_all_keys_up_to_its_own(last, monkeypatch) -> None:
+    """Rows that a rank lends or keeps, as one call of the flash kernel, forward and backward."""
+    first, g, dtype = 100, 2, torch.bfloat16
+    shapes = [(2, 8, last - first, 64), (2, g, last, 64), (2, g, last, 64)]
+    operands = [torch.randn(s, device="cuda", dtype=dtype).requires_grad_() for s in shapes]
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    options = {"is_causal": True, "scale": 0.125, "offset": [0, 0, first, 0]}
+    with monkeypatch.context() as without_formulas:
+        without_formulas.delattr(attention, "_forward")
+        found, lse = torch.ops.autopar.attention(*operands, None, None, **options)
     expected, wanted = torch.ops.autopar.attention(*exact, None, None, **options)
     assert_near(found.detach(), expected.detach(), times=2)
     assert_near(lse, wanted, times=1e3)

@@ -46,9 +46,9 @@ def torchrun(script: Path, processes: int, *arguments: str) -> subprocess.Comple
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
-def checked(name: str, processes: int, folder: Path, budget: float = 1.0, **options: object) -> autopar.Plan:
-    """The file's losses and gradients are those that the plan gives here."""
-    model, inputs = ZOO[name].made(torch.float32, 0.1)
+def checked(of: object, processes: int, folder: Path, budget: float = 1.0, **options: object) -> autopar.Plan:
+    """The file's losses and gradients are those that the plan gives here, of a model of the zoo or with its inputs."""
+    model, inputs = ZOO[of].made(torch.float32, 0.1) if isinstance(of, str) else of
     wanted = {"mesh": (processes,), "cluster": cluster_where_sharding_pays(), "time_limit": 20.0, **options}
     plan = autopar.plan(model, inputs, **wanted)
     if budget < 1:

@@ -9,6 +9,7 @@ from autopar.cost_models import CollectiveCosts
 from autopar.cost_models.communication import CollectiveKind
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
+from autopar.planner.footprint.op_work import hidden_share
 from autopar.planner.memory.exact import history
 from autopar.planner.options import Options
 from autopar.planner.pricing.prices import Prices
@@ -21,13 +22,14 @@ from autopar.strategies import flops
 def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Facts:
     """Gather what tables and reports show besides the plan's own figures."""
     program, at = planned.program, {op.name: i for i, op in enumerate(planned.program.ops)}
-    nodes, work, known = {}, dict[str, float](), dict[int, float]()
+    nodes, work, known, hidden = {}, dict[str, float](), dict[int, float](), 0.0
     for node in graph.nodes:
         kind = graph.kinds[node.name]
         if kind not in known:
             metas = tuple(graph.meta(v) for v in node.inputs)
             known[kind] = flops(node, metas) if node.op != "placeholder" else 0.0
         done = known[kind]
+        hidden += done * hidden_share(node)
         module = node.module
         if node.op == "placeholder" and graph.input_of[node.name].kind in ("parameter", "buffer"):
             module = graph.input_of[node.name].name.rpartition(".")[0]
@@ -44,6 +46,7 @@ def gather_facts(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, o
         intervals=tuple((at.get(i.op, -1), i.stream, i.start_s, i.end_s) for i in planned.timeline.intervals),
         history=history(program, graph, mesh, options),
         dtype=dtype,
+        hidden_flops=hidden,
         peak_flops_per_s=cluster.device.peak(dtype),
         overlap=Prices(mesh, cluster).overlap,
         samples=samples,

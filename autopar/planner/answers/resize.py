@@ -9,8 +9,8 @@ from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.program import LocalTensor, Op, Program
-from autopar.sharding import Halo, ShardingSpec
-from autopar.strategies import halos, strategies
+from autopar.sharding import Halo, Loan, ShardingSpec
+from autopar.strategies import halos, lent, strategies
 
 
 def same_but_for_sizes(one: Graph, other: Graph) -> bool:
@@ -36,7 +36,7 @@ def with_sizes_of(program: Program, graph: Graph, mesh: Mesh) -> Program | None:
         )
         metas |= {t.name: t.meta for t in writes}
         specs |= {t.name: t.spec for t in writes}
-        ops.append(replace(op, writes=writes, halos=_halos(op, graph, mesh)))
+        ops.append(replace(op, writes=writes, halos=_halos(op, graph, mesh), loan=_loan(op, graph, mesh)))
     return replace(program, ops=tuple(ops))
 
 
@@ -73,6 +73,13 @@ def _halos(op: Op, graph: Graph, mesh: Mesh) -> tuple[Halo, ...]:
         return ()
     node = graph.by_name[op.node]
     return halos(node, op.strategy, tuple(graph.meta(v) for v in node.inputs), mesh) or ()
+
+
+def _loan(op: Op, graph: Graph, mesh: Mesh) -> Loan | None:
+    if op.strategy is None or op.loan is None:
+        return None
+    node = graph.by_name[op.node]
+    return lent(node, op.strategy, tuple(graph.meta(v) for v in node.inputs), mesh)
 
 
 def _strategies(graph: Graph, node: Node, mesh: Mesh) -> Sequence[object]:

@@ -2,8 +2,9 @@
 
 Each mesh axis has a role. A *data* axis cuts the batch through every op, and stores parameters whole (DDP) or cut; cut
 parameters are gathered once and kept for the backward (ZeRO-1 and 2) or gathered where they are used (ZeRO-3, FSDP). A
-*tensor* axis cuts weights by Megatron's pairs, with sequence parallel also what lies between them. The solver completes
-what a role leaves open, so that a baseline is the best plan of its kind, priced and simulated like any other.
+*context* axis does the same with the sequence; in attention it cuts the queries' sequence or the heads. A *tensor* axis
+cuts weights by Megatron's pairs, with sequence parallel also what lies between them. The solver completes what a role
+leaves open, so that a baseline is the best plan of its kind, priced and simulated like any other.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from autopar.planner.problem.decide import Decisions, Variable
 from autopar.planner.problem.restricted import solve_sliced
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Problem, Tied, fold
+from autopar.strategies.registry import find_lending
 
 Mask = npt.NDArray[np.bool_]
 Role: TypeAlias = tuple[Literal["among", "but", "whole"], frozenset[str]]
@@ -44,10 +46,11 @@ class Baseline:
     Args:
         name: its usual name.
         data: axes that cut the batch.
-        stored: data axes that cut stored parameters.
+        stored: data and context axes that cut stored parameters.
         keep: whether what is gathered in the forward is kept for the backward.
         tensor: axes that cut weights by columns and rows.
         sequence: whether tensor axes also cut the sequence between a row and the next column.
+        context: axes that cut the sequence.
     """
 
     name: str
@@ -56,6 +59,12 @@ class Baseline:
     keep: bool = False
     tensor: tuple[int, ...] = ()
     sequence: bool = False
+    context: tuple[int, ...] = ()
+
+    @property
+    def of_inputs(self) -> tuple[int, ...]:
+        """Axes that cut the inputs, and with them every activation."""
+        return self.data + self.context
 
 
 def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
@@ -79,7 +88,9 @@ def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
             Baseline("DDP x TP", data=outer, tensor=inner),
             Baseline("FSDP x TP", data=outer, stored=outer, tensor=inner),
             Baseline("FSDP x TP+SP", data=outer, stored=outer, tensor=inner, sequence=True),
+            Baseline("FSDP x CP", data=outer, stored=axes, context=inner),
         ]
+    found.append(Baseline("CP", stored=axes, context=axes))
     return *found, Baseline("TP", tensor=axes), Baseline("TP+SP", tensor=axes, sequence=True)
 
 
@@ -119,6 +130,21 @@ class Restrictions:
         return self.flow.batch()
 
     @cached_property
+    def sequence(self) -> Mapping[str, frozenset[str]]:
+        """The factors of each op that stand for the sequence."""
+        return self.flow.trace(self._sequence_inputs)
+
+    @cached_property
+    def _sequence_inputs(self) -> Mapping[Value, frozenset[int]]:
+        return self.flow.sequence()
+
+    @cached_property
+    def _attention(self) -> frozenset[str]:
+        """The attentions that the sequence reaches, of which it can be cut."""
+        rules = ((node, self.flow.rules[node.name]) for node in self.decisions.graph.nodes if find_lending(node))
+        return frozenset(n.name for n, rule in rules if rule and self.sequence[n.name].intersection(rule.cuttable))
+
+    @cached_property
     def _mask_keys(self) -> npt.NDArray[np.int64]:
         """Numbers for all that matters to each variable's mask except what the tensor axes do."""
         return _numbered(map(self._mask_key, self.decisions.variables))
@@ -127,8 +153,9 @@ class Restrictions:
         if v.node is None or v.actions:
             return id(v.options), v.kept, v.actions
         if v.kind == "op":
-            return id(v.options), self.batch[v.node.name]
-        return id(v.options), v.kind, v.node.outputs, Value(v.node.name) in self._batch_inputs
+            return id(v.options), self.batch[v.node.name], self.sequence[v.node.name], v.node.name in self._attention
+        value = Value(v.node.name)
+        return id(v.options), v.kind, v.node.outputs, value in self._batch_inputs, value in self._sequence_inputs
 
     def masks(self, baseline: Baseline) -> Masks | None:
         """Return the options that each variable may choose; None if the baseline does not apply to this model and
@@ -139,6 +166,8 @@ class Restrictions:
         if baseline.sequence and not (tensor and any(tensor.sequence.values())):
             return None
         if baseline.data and not self._has_batch(baseline.data):
+            return None
+        if baseline.context and not (self._attention and self._has_sequence(baseline.context)):
             return None
         keys = self._mask_keys
         if tensor is not None:
@@ -154,6 +183,11 @@ class Restrictions:
         """Whether some input's batch can be cut over ``axes``."""
         variables = (self.decisions.variables[self.decisions.index[v.node]] for v in self._batch_inputs)
         return any(o.outputs[0] is not None and o.outputs[0].dims[:1] == (axes,) for v in variables for o in v.options)
+
+    def _has_sequence(self, axes: tuple[int, ...]) -> bool:
+        """Whether some input's sequence can be cut over ``axes``."""
+        variables = (self.decisions.variables[self.decisions.index[v.node]] for v in self._sequence_inputs)
+        return any(o.outputs[0] is not None and o.outputs[0].dims[1:2] == (axes,) for v in variables for o in v.options)
 
     def _tensor_parallel(self, axes: tuple[int, ...]) -> TensorParallel | None:
         if not axes:
@@ -177,13 +211,16 @@ class Restrictions:
     def _mask(self, v: Variable, baseline: Baseline, tensor: TensorParallel | None) -> Mask:
         if v.kind == "op" and v.node is not None:
             data, cut = self._data_role(v.node), self._tensor_role(v.node, baseline, tensor)
-            return _op_mask(v.options, ((baseline.data, data), (baseline.tensor, cut)))
+            context = self._context_role(v.node)
+            return _op_mask(v.options, ((baseline.data, data), (baseline.tensor, cut), (baseline.context, context)))
         if v.kind == "parameter" and v.node is not None:
             label = tensor.parameters.get(v.node.name) if tensor else None
             return self._parameter(v, v.node, baseline, label)
         if v.kind in ("input", "received") and v.node is not None:
-            has_batch = Value(v.node.name) in self._batch_inputs
-            return _or_all([_cuts_batch(o, has_batch, baseline.data) for o in v.options])
+            value = Value(v.node.name)
+            cuts = [baseline.data] if value in self._batch_inputs else []
+            cuts += [baseline.context] if value in self._sequence_inputs else []
+            return _or_all([_cuts_input(o, cuts) for o in v.options])
         if any(v.kept):
             return _or_all([k == baseline.keep for k in v.kept])
         if v.actions:
@@ -194,6 +231,12 @@ class Restrictions:
 
     def _data_role(self, node: Node) -> Role:
         factors = self.batch.get(node.name, frozenset())
+        return ("among", factors) if factors else UNCUT
+
+    def _context_role(self, node: Node) -> Role:
+        factors, rule = self.sequence.get(node.name, frozenset()), self.flow.rules[node.name]
+        if node.name in self._attention and rule is not None:
+            return "among", frozenset(rule.cuttable) - self.batch[node.name]
         return ("among", factors) if factors else UNCUT
 
     def _tensor_role(self, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Role:
@@ -213,12 +256,12 @@ class Restrictions:
         specs = [o.outputs[0] for o in v.options if o.outputs[0] is not None]
         matches = [label == FREE or all(_cut_dim(s, a) == label for a in baseline.tensor) for s in specs]
         allowed = [s for s, ok in zip(specs, matches, strict=True) if ok] or specs
-        whole = [s for s in allowed if all(_cut_dim(s, a) is None for a in baseline.data)] or allowed
+        whole = [s for s in allowed if all(_cut_dim(s, a) is None for a in baseline.of_inputs)] or allowed
         if not baseline.stored:
             return np.array([s in whole for s in specs])
         meta = node.outputs[0]
         assert meta is not None
-        replicated = [a for a in baseline.data if a not in baseline.stored]
+        replicated = [a for a in baseline.of_inputs if a not in baseline.stored]
         cut = [
             s for s in allowed if all(_cut_dim(s, a) is None for a in replicated) and _on_one_dim(s, baseline.stored)
         ]
@@ -271,11 +314,12 @@ def _or_all(allowed: Sequence[bool]) -> Mask:
     return np.array(allowed if any(allowed) else [True] * len(allowed), dtype=bool)
 
 
-def _cuts_batch(option: Strategy, has_batch: bool, data: tuple[int, ...]) -> bool:
+def _cuts_input(option: Strategy, cuts: Sequence[tuple[int, ...]]) -> bool:
+    """Whether an input's leading dims are cut by these axes, and no others."""
     spec = option.outputs[0]
-    if spec is None or not has_batch:
+    if spec is None or not cuts:
         return spec is None or spec.is_replicated
-    return spec.dims[0] == data and not any(spec.dims[1:])
+    return spec.dims[: len(cuts)] == tuple(cuts) and not any(spec.dims[len(cuts) :])
 
 
 def _cut_dim(spec: ShardingSpec, axis: int) -> int | None:

@@ -67,10 +67,21 @@ def executed_share(node: Node) -> float:
 
     Attention kernels skip what a causal mask hides, in whole blocks: half of the FLOPs for long rows.
     """
+    length = _causal_rows(node)
+    return min(1.0, 0.5 + MASKED_BLOCK / 2 / length) if length else 1.0
+
+
+def hidden_share(node: Node) -> float:
+    """Return the share of the op's FLOPs that a causal mask hides: row i needs i + 1 keys of all."""
+    length = _causal_rows(node)
+    return (length - 1) / (2 * length) if length else 0.0
+
+
+def _causal_rows(node: Node) -> int:
+    """Return the length of the sequence of causal attention; 0 for other ops."""
     if "attention" not in node.packet or not node.kwarg("is_causal"):
-        return 1.0
-    length = max((m.shape[-2] for m in node.outputs if m and len(m.shape) == 4), default=1)
-    return min(1.0, 0.5 + MASKED_BLOCK / 2 / max(length, 1))
+        return 0
+    return max((m.shape[-2] for m in node.outputs if m and len(m.shape) == 4), default=1)
 
 
 @lru_cache(maxsize=65536)

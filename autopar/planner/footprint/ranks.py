@@ -1,5 +1,5 @@
-"""Which ranks of a mesh differ in what they hold: unevenly cut dims, or windows on neighbours' shards, have other
-lengths."""
+"""Which ranks of a mesh differ in what they hold: unevenly cut dims, windows on neighbours' shards, or lent rows have
+other lengths."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ Cut = tuple[int, tuple[int, ...]]
 
 def unequal_ranks(program: Program, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """Return one coordinate of each kind of rank, the first rank's first. All other ranks hold the same as one of
-    these."""
-    return _kinds(frozenset(_cuts(program)), frozenset(h for op in program.ops for h in op.halos), mesh)
+    these.
+
+    Of the ranks that lend rows and of those that work on them, the outermost ones lend most and hold most.
+    """
+    lending = frozenset(a for op in program.ops if op.loan is not None for a in op.loan.axes)
+    return _kinds(frozenset(_cuts(program)), frozenset(h for op in program.ops for h in op.halos), lending, mesh)
 
 
 def _cuts(program: Program) -> Iterator[Cut]:
@@ -35,9 +39,13 @@ def _cuts(program: Program) -> Iterator[Cut]:
 
 
 @lru_cache(maxsize=256)
-def _kinds(cuts: frozenset[Cut], halos: frozenset[Halo], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+def _kinds(
+    cuts: frozenset[Cut], halos: frozenset[Halo], lending: frozenset[int], mesh: Mesh
+) -> tuple[tuple[int, ...], ...]:
     uneven = sorted(cut for cut in cuts if not _is_even(*cut, mesh))
     windows = [_windows([h for h in halos if h.axis == axis], mesh.shape[axis]) for axis in range(mesh.ndim)]
+    for axis in lending:
+        windows[axis] = [(*w, at == mesh.shape[axis] - 1) for at, w in enumerate(windows[axis])]
     different = [_different(uneven, axis, mesh, windows[axis]) for axis in range(mesh.ndim)]
     found: dict[object, tuple[int, ...]] = {}
     for coordinate in product(*different):

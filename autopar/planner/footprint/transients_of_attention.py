@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from autopar.ir import Node
 from autopar.planner.footprint.layouts import Layout, contiguous, permuted, pointwise_layout
 from autopar.planner.footprint.local_op import BLOCKS, SCALARS, Formulas, LocalOp, wide
+from autopar.sharding import Loan
+from autopar.sharding.loan import share
+from autopar.strategies import lent
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,6 @@ def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
             mask, making = m.numel * x[1], m.numel
         elif given != wanted and (given != "float32" or wanted == "float64"):
             mask = m.numel * x[1]
-    if op.node.kwarg("is_causal") and not _same_offset(op.node):
-        rows = x[0].shape[2] * op.operands[q + 1][0].shape[2]
-        mask, making = mask + rows * (x[1] + 1), making + 3 * rows
     read = [*op.operands[: q + 3], *op.operands[q + 3 + masked : q + 4 + masked][:q]]
     copied = sum(op.nbytes(y) for y in read if not _in_rows(y[0]))
     laid = [_by_rows(r.shape) for r, _ in op.results]
@@ -75,11 +75,6 @@ def _by_rows(shape: tuple[int, ...]) -> Layout:
     return permuted(contiguous(tuple(shape[i] for i in order)), order)
 
 
-def _same_offset(node: Node) -> bool:
-    offset = node.kwarg("offset", (0, 0, 0, 0))
-    return isinstance(offset, tuple) and offset[2] == offset[3]
-
-
 def _has_mask(op: LocalOp, position: int) -> bool:
     from autopar.ir import Value
 
@@ -87,9 +82,13 @@ def _has_mask(op: LocalOp, position: int) -> bool:
 
 
 def _attention(op: LocalOp) -> int:
+    if (loan := _loan(op)) is not None:
+        return _balanced(op, loan, 0, _attention_by_rows)
     flash = _flash(op, 0, _has_mask(op, 3))
-    if flash is not None:
-        return flash
+    return _attention_by_rows(op) if flash is None else flash
+
+
+def _attention_by_rows(op: LocalOp) -> int:
     a = _Scores.of(op, 0)
     converted = sum(x.numel * 4 for x, size in op.operands[:3] if size < 4)
     weights = a.block * (a.wide + (a.wide + 9 if a.dropout else 1))
@@ -97,9 +96,54 @@ def _attention(op: LocalOp) -> int:
 
 
 def _attention_backward(op: LocalOp) -> int:
+    if (loan := _loan(op)) is not None:
+        return _balanced(op, loan, 1, _backward_by_rows)
     flash = _flash(op, 1, _has_mask(op, 4))
-    if flash is not None:
-        return flash
+    return _backward_by_rows(op) if flash is None else flash
+
+
+def _loan(op: LocalOp) -> Loan | None:
+    return lent(op.node, op.strategy, op.metas, op.mesh)
+
+
+def _balanced(op: LocalOp, loan: Loan, q: int, by_rows: Callable[[LocalOp], int]) -> int:
+    """Return the bytes of an attention whose rows are lent, as in ``spmd.lending``.
+
+    These are rows on their way, the results of the kept rows and of the guests, and what either call holds.
+
+    Args:
+        q: the position of the queries, before which there is nothing or the gradient of the result.
+    """
+    own = share(loan.n, loan.axes, loan.lent, op.mesh, op.at)
+    cut = {*range(q + 1), *range(q + 3, len(op.operands))}
+
+    def of(rows: int, stop: int) -> tuple[LocalOp, int, int]:
+        """Return the call of some rows, and the bytes of what it reads and makes for them alone."""
+        lengths = {i: rows if i in cut else stop for i, (x, _) in enumerate(op.operands) if len(x.shape) > 2}
+        operands = tuple((_with_rows(x, lengths.get(i)), size) for i, (x, size) in enumerate(op.operands))
+        made = [rows, *(rows if q == 0 else stop for _ in op.results[1:])]
+        results = tuple((_with_rows(x, n), size) for (x, size), n in zip(op.results, made, strict=True))
+        part = replace(op, operands=operands, results=results)
+        return part, sum(op.nbytes(operands[i]) for i in cut if i in lengths), part.written
+
+    kept, _, made = of(own.kept, own.start + own.kept)
+    guests, arrived, guests_made = of(own.guests, own.first + own.guests)
+    going = of(own.lent, own.stop)[1]
+    returned = sum(op.nbytes((_with_rows(x, own.lent), size)) for x, size in op.results[: 1 if q else None])
+    joined = op.written if own.lent or q else 0
+    at_most = max(
+        going + arrived + made + by_rows(kept),
+        2 * arrived + made + guests_made + by_rows(guests),
+        made + guests_made + returned + joined,
+    )
+    return at_most - op.written
+
+
+def _with_rows(x: Layout, rows: int | None) -> Layout:
+    return x if rows is None else contiguous((*x.shape[:2], rows, *x.shape[3:]))
+
+
+def _backward_by_rows(op: LocalOp) -> int:
     a = _Scores.of(op, 1)
     halves = op.operands[1][1] < 4
     converted = sum(op.operands[i][0].numel * 4 for i in (0, 1, 2, 3)) + a.b * a.h * a.s * a.e * 4 if halves else 0

@@ -81,6 +81,12 @@ class Dataflow:
                 found[Value(i.node)] = frozenset((0,))
         return found
 
+    def sequence(self) -> dict[Value, frozenset[int]]:
+        """Return dim 1 of every input that has the batch in dim 0 and the sequence of the first such input in dim 1."""
+        shapes = {v: m.shape for v in self.batch() if (m := self.graph.by_name[v.node].outputs[0]) and len(m.shape) > 1}
+        size = next((shape[1] for shape in shapes.values()), -1)
+        return {v: frozenset((1,)) for v, shape in shapes.items() if shape[1] == size}
+
     def weights(self, node: Node) -> Iterable[int]:
         """Return the positions of operands that are computed from parameters alone."""
         return (p for p, v in enumerate(node.inputs) if v in self.state)

@@ -122,8 +122,8 @@ def _add_bytes(walk: _Walk, mesh: Mesh, options: Options) -> None:
             walk.found[readers.get(op.node, 0)].static += s.parameter + s.optimizer + s.gradient
         elif meaning.kind == "accumulator":
             walk.found[readers.get(op.node, 0)].static += tensor.bytes
-    for name, node in _kept(program):
-        walk.at(node).held += program.tensors[name].bytes
+    for tensor, maker in _kept(program):
+        walk.at(maker).held += program.tensors[tensor].bytes
 
 
 def _kept(program: Program) -> Sequence[tuple[str, str]]:

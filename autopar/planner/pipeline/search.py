@@ -3,7 +3,7 @@
 One plan of the whole model for one micro-batch, on the mesh of a stage, tells the seconds and bytes of every block. A
 stage's optimum is affine in its blocks, so that sums of these are what any cut costs. The model is cut so that no rank
 takes longer than need be, each schedule is simulated exactly with the stages' own seconds, and those of the shortest
-are planned stage by stage. A stage takes the choices of the whole plan where they fit, and is searched where they don't.
+are planned stage by stage. A stage takes the choices of the whole plan where they fit, else it is searched.
 
 The whole model with as many micro-batches in flight as there are ranks, on a device that has the memory of all ranks
 of the pipeline, holds what the ranks hold together. So the whole plan is made for that budget.
@@ -11,6 +11,7 @@ of the pipeline, holds what the ranks hold together. So the whole plan is made f
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from autopar.pipelines.makespan import Costs, in_flight, simulate
 from autopar.pipelines.orders import SCHEDULES, schedule
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
+from autopar.planner.baselines.roles import baselines
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
@@ -107,6 +109,30 @@ def plan_pipeline(
         return _PipelineSearch(graph, mesh, cluster, options, asked, report or (lambda _: None)).run()
 
 
+BY_HAND = ("gpipe", "1f1b", "interleaved", "zbv")
+"""Schedules of pipelines that people write by hand."""
+
+
+def pipelines_by_hand(
+    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, micro_batches: int
+) -> Iterator[tuple[str, PlannedPipeline]]:
+    """Yield pipelines with equal numbers of blocks in every stage, each stage trained in a known way, by their names.
+
+    They may hold more than the budget.
+    """
+    free = replace(options, memory_budget_bytes=UNLIMITED, constraints={})
+    stage_mesh = without_axis(mesh, AXIS, cluster)[0]
+    with limited(options.time_limit_s):
+        for name in [b.name for b in baselines(stage_mesh)] or [""]:
+            one = replace(free, search=f"baseline:{name}") if name else free
+            asked = Pipeline(micro_batches=micro_batches, split="uniform")
+            search = _PipelineSearch(graph, mesh, cluster, one, asked, lambda _: None)
+            for schedule_name in BY_HAND:
+                search.asked = replace(asked, schedule=schedule_name)
+                with contextlib.suppress(AutoparError):
+                    yield f"{schedule_name}, {name}" if name else schedule_name, search.run()
+
+
 @dataclass(frozen=True)
 class _Whole:
     """The plan of the whole model for one micro-batch, on the mesh of a stage.
@@ -147,7 +173,7 @@ class _PipelineSearch:
     options: Options
     asked: Pipeline
     report: Progress
-    known: dict[object, tuple[Planned, Stage]] = field(default_factory=dict)
+    wholes: dict[tuple[int, float | None], _Whole] = field(default_factory=dict)
 
     @cached_property
     def ranks(self) -> int:
@@ -216,13 +242,19 @@ class _PipelineSearch:
 
     def _whole(self, m: int, budget: float | None) -> _Whole:
         """Plan the whole model for one of ``m`` micro-batches; without a budget as if memory were of no concern."""
+        if (m, budget) not in self.wholes:
+            self.wholes[m, budget] = self._planned_whole(m, budget)
+        return self.wholes[m, budget]
+
+    def _planned_whole(self, m: int, budget: float | None) -> _Whole:
         self.report(f"{m} micro-batches" + ("" if budget is None else " within the budget"))
         micro = micro_batch(self.graph, m)
         graph = with_gradient_sums(micro.graph, m * self.options.accumulation_steps, self.options.dtype_of("reduce"))
         places, options = seams(micro.graph), self._stage_options(m, self.ranks)
         if budget is None:
             options = replace(options, memory_budget_bytes=UNLIMITED)
-            planned = plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=False)
+            by_hand = options.search.startswith("baseline")
+            planned = plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=by_hand)
         else:
             limit_s = self.options.time_limit_s * WHOLE_SHARE
             options = replace(options, memory_budget_bytes=int(budget), time_limit_s=limit_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -29,9 +29,10 @@ from autopar.planner.problem.variables import Decisions, Use, Variable, spec_mad
 from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
+from autopar.sharding.spec import length
 from autopar.solver import Edge
-from autopar.strategies import combine, flops, halos
-from autopar.strategies.registry import find_combining, find_windows
+from autopar.strategies import combine, flops, halos, lent
+from autopar.strategies.registry import find_combining, find_lending, find_windows
 
 Array = npt.NDArray[np.float64]
 Ends: TypeAlias = Sequence[ShardingSpec | None]
@@ -296,14 +297,14 @@ class Prices:
         passes = np.array([extra_passes(node, o, metas, self.mesh) for o in options])
         if passes.size:
             seconds = seconds + self.compute.seconds_array(0.0, passes, dtype, "memory").sum(axis=1)
-        if find_windows(node) is None and find_combining(node) is None:
+        if find_windows(node) is None and find_combining(node) is None and find_lending(node) is None:
             return seconds
         inside: Array = np.array([self._exchange_seconds(node, metas, o) for o in options])
         return seconds + inside
 
     def sent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> tuple[Sent, ...]:
-        """Return the collectives inside an op: rows that neighbours send each other, and summaries of the ranks'
-        shards."""
+        """Return the collectives inside an op: rows that neighbours or mirrors send each other, and summaries of the
+        ranks' shards."""
         found = []
         for h in halos(node, option, tuple(metas), self.mesh) or ():
             of_row = local_bytes(metas[h.operand], option.inputs[h.operand], self.mesh) // h.own
@@ -318,21 +319,44 @@ class Prices:
             for axis in reversed(summary.axes if summary else ()):
                 nbytes *= self.mesh.shape[axis]
                 found.append(Sent("all_gather", 0, axis, nbytes, costs.seconds("all_gather", nbytes, axis)))
-        return tuple(found)
+        return (*found, *self._lent(node, metas, option))
+
+    def _lent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> Iterator[Sent]:
+        """Yield the permutes of a loan: rows of operands go to the mirrors, and rows of results come back."""
+        made = lent(node, option, tuple(metas), self.mesh)
+        if made is None:
+            return
+        costs, own = self.collectives, length(made.n, made.axes, self.mesh)
+        for rows in (zip(metas, option.inputs, strict=True), zip(node.outputs, option.outputs, strict=True)):
+            nbytes = self._cut_bytes(rows, made.axes) // own * made.most
+            axis = max(made.axes, key=lambda a, n=nbytes: costs.seconds("permute", n, a))  # type: ignore[misc]
+            yield Sent("permute", 0, axis, nbytes, costs.seconds("permute", nbytes, axis))
+
+    def _cut_bytes(self, tensors: Iterable[tuple[TensorMeta | None, ShardingSpec | None]], axes: Sequence[int]) -> int:
+        """Return the bytes of the shards of those tensors that ``axes`` cut."""
+        cut = [(m, s) for m, s in tensors if m and s and any(a in dim for dim in s.dims for a in axes)]
+        return sum(local_bytes(m, s, self.mesh) for m, s in cut)
 
     def _exchange_seconds(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> float:
         """Return the seconds of the collectives inside an op, which nothing hides, and of the work that they cause.
 
-        That work joins rows to a window, or reads the operands once more for a summary.
+        That work joins rows to a window, reads the operands once more for a summary, or copies rows before they are
+        lent and results that come back to the others.
         """
         sent = self.sent(node, metas, option)
         if not sent:
             return 0.0
         launch_s, s_per_byte = self.compute.copy_line()
+        made = lent(node, option, tuple(metas), self.mesh)
         windows = {h.operand: 2 for h in halos(node, option, tuple(metas), self.mesh) or () if h.copies}
-        sizes = windows or dict.fromkeys(range(len(metas)), 1)
-        moved = sum(n * local_bytes(metas[i], option.inputs[i], self.mesh) for i, n in sizes.items())
-        return sum(s.seconds for s in sent) + len(sizes) * launch_s + moved * s_per_byte
+        if made is not None:
+            whole = self._cut_bytes(zip(node.outputs, option.outputs, strict=True), made.axes)
+            copies, moved = len(sent), 2 * (sent[0].bytes + whole)
+        else:
+            sizes = windows or dict.fromkeys(range(len(metas)), 1)
+            copies = len(sizes)
+            moved = sum(n * local_bytes(metas[i], option.inputs[i], self.mesh) for i, n in sizes.items())
+        return sum(s.seconds for s in sent) + copies * launch_s + moved * s_per_byte
 
     def pairs(
         self,

@@ -31,9 +31,9 @@ from autopar.planner.schedule.in_place import in_place
 from autopar.planner.schedule.kernel_marks import mark_kernels
 from autopar.planner.schedule.waits import place_waits
 from autopar.program import AGAIN, LocalTensor, Op, Program, Sent
-from autopar.sharding import Halo, ShardingSpec, Step, Strategy
+from autopar.sharding import Halo, Loan, ShardingSpec, Step, Strategy
 from autopar.solver.clock import tick
-from autopar.strategies import halos
+from autopar.strategies import halos, lent
 
 SECOND = "|2"
 """The suffix of a tensor that is made in a spec a second time."""
@@ -63,6 +63,7 @@ class _OpTemplate(NamedTuple):
     results: tuple[tuple[int, TensorMeta, ShardingSpec, int], ...]
     halos: tuple[Halo, ...] = ()
     sent: tuple[Sent, ...] = ()
+    loan: Loan | None = None
 
 
 @dataclass
@@ -191,6 +192,7 @@ class _Scheduler:
                 results,
                 halos(node, strategy, metas, self.mesh) or (),
                 self.prices.sent(node, metas, strategy),
+                lent(node, strategy, metas, self.mesh),
             )
             self.prices.op_templates[key] = template, self.graph, strategy
         return template
@@ -226,6 +228,7 @@ class _Scheduler:
                 kernels=template.kernels,
                 halos=template.halos,
                 sent=template.sent,
+                loan=template.loan,
             )
         )
 

@@ -13,7 +13,7 @@ from autopar.plans.report.charts import memory_chart, timeline_chart
 from autopar.plans.report.markup import number, rows, section, tag
 from autopar.plans.report.nodes import mesh_figure
 from autopar.plans.report.tree import model_tree
-from autopar.plans.table import seconds, size
+from autopar.plans.table import seconds, size, utilization
 
 SECTIONS = {
     "mesh": "Mesh",
@@ -100,7 +100,7 @@ def _cards(plan: PlanRecord) -> str:
     if f and f.flops:
         peak = f"{f.peak_flops_per_s / 1e12:,.0f} TFLOP/s in {f.dtype}"
         could = f"{seconds(plan.step_time)} x {plan.mesh.size:,} devices x {peak}"
-        cards.append(("MFU", f"{plan.mfu:.1%}", f"{f.flops:.4g} FLOPs of the step / ({could})"))
+        cards.append(("MFU", utilization(plan), f"{f.needed_flops:.4g} FLOPs of the step / ({could})"))
     if f and plan.throughput:
         kind, amount = ("tokens", f.tokens) if f.tokens else ("samples", f.samples)
         cards.append(

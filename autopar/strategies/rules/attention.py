@@ -1,17 +1,20 @@
 """Scaled-dot-product attention: autopar's own op, and each of torch's kernels.
 
-There are ``g`` groups of keys and values, each read by ``q`` query heads. The keys' sequence is never cut.
+There are ``g`` groups of keys and values, each read by ``q`` query heads. The keys' sequence is never cut. Where the
+queries' is cut under a causal mask, ranks lend each other rows, since the last rows read the most keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.sharding.loan import Loan, loan
 from autopar.sharding.strategy import Strategy
 from autopar.strategies.localize import operand
-from autopar.strategies.registry import LinearSets, LocalCall, Lowering, Metas, autopar, lowering, rule
+from autopar.strategies.registry import LinearSets, LocalCall, Lowering, Metas, autopar, lending, lowering, rule
 from autopar.strategies.rules.autopar_ops import global_offsets, replace_kwargs
 from autopar.strategies.rules.terms import arg, names, replicated, term
 
@@ -20,19 +23,17 @@ GRADIENT: LinearSets = ((0,),)
 
 @dataclass(frozen=True)
 class _Letters:
-    """Factors of attention: query heads, key heads, and the queries' sequence.
-
-    Under a causal mask the last queries read the most keys, so cutting the queries would not divide the work evenly.
-    """
+    """Factors of attention: query heads, key heads, and the queries' sequence."""
 
     heads: str
     groups: str
     queries: str
 
     @staticmethod
-    def of(queries: TensorMeta, keys: TensorMeta, *, causal: bool) -> _Letters:
+    def of(queries: TensorMeta, keys: TensorMeta, *, whole: bool) -> _Letters:
+        """Return the factors; if ``whole``, the queries' sequence is never cut."""
         h, g = queries.shape[1], keys.shape[1]
-        sequence = "[s]" if causal else "s"
+        sequence = "[s]" if whole else "s"
         return _Letters("h", "h", sequence) if h == g else _Letters(f"(g={g} [q])", "g", sequence)
 
     def operands(self) -> list[str]:
@@ -66,15 +67,24 @@ def _has(node: Node, position: int) -> bool:
     return position < len(node.args) and isinstance(node.args[position], Value)
 
 
+def _own(node: Node, queries: TensorMeta, keys: TensorMeta, mask: int) -> _Letters:
+    """Return the factors of autopar's op, whose mask is argument ``mask``.
+
+    No rows of an additive mask are lent, and only where queries and keys are the same rows does the loan balance.
+    """
+    causal = bool(node.kwarg("is_causal"))
+    return _Letters.of(queries, keys, whole=causal and (_has(node, mask) or queries.shape[2] != keys.shape[2]))
+
+
 def _attention(node: Node, metas: Metas) -> str:
-    letters = _Letters.of(metas[0], metas[1], causal=bool(node.kwarg("is_causal")))
+    letters = _own(node, metas[0], metas[1], 3)
     mask = [letters.mask(metas[3])] if _has(node, 3) else []
     seed = ["-"] if _has(node, 4) else []
     return f"{', '.join([*letters.operands(), *mask, *seed])} -> {', '.join(letters.results())}"
 
 
 def _attention_backward(node: Node, metas: Metas) -> str:
-    letters = _Letters.of(metas[1], metas[2], causal=bool(node.kwarg("is_causal")))
+    letters = _own(node, metas[1], metas[2], 4)
     mask = [letters.mask(metas[4])] if _has(node, 4) else []
     seed = ["-"] if _has(node, 7) else []
     out, lse = letters.results()
@@ -118,8 +128,17 @@ def _lower_attention(queries: int) -> Lowering:
     return lower
 
 
-lowering(autopar.attention)(_lower_attention(queries=0))
-lowering(autopar.attention_backward)(_lower_attention(queries=1))
+def _lends(queries: int) -> Callable[[Node, Strategy, Metas, Mesh], Loan | None]:
+    def lent(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Loan | None:
+        axes = strategy.inputs[queries].dims[2] if node.kwarg("is_causal") else ()
+        return loan(metas[queries].shape[2], axes, mesh)
+
+    return lent
+
+
+for _op, _queries in ((autopar.attention, 0), (autopar.attention_backward, 1)):
+    lowering(_op)(_lower_attention(_queries))
+    lending(_op)(_lends(_queries))
 
 
 # torch's own kernels, for programs that were captured with them.
@@ -171,7 +190,7 @@ def _torch_attention(node: Node, metas: Metas) -> str:
         return replicated(node, metas)
     causal = bool(arg(node, kind.dropout + kind.causal, False, "is_causal"))
     q, k = (metas[operand(node, kind.takes.index(role)) or 0] for role in "qk")
-    letters = _Letters.of(q, k, causal=causal or not kind.rows)
+    letters = _Letters.of(q, k, whole=causal or not kind.rows)
     terms: list[str] = []
     for i, value in enumerate((*node.args, *(v for _, v in node.kwargs))):
         if isinstance(value, Value):
