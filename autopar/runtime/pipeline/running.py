@@ -34,7 +34,7 @@ from autopar.runtime.running import global_batch_size, program_for, program_inpu
 from autopar.runtime.tables import Tables
 from autopar.runtime.variants import ParallelBase, Variant
 from autopar.sharding import ShardingSpec
-from autopar.spmd.placements import to_placements
+from autopar.spmd.placements import from_placements, to_placements
 from autopar.spmd.ranks import ProcessRank
 
 AHEAD = "ahead:"
@@ -315,8 +315,6 @@ class PipelineRun:
         return _torch.output_of(value.to_local(), spec_of(value.to_local(), self._spec(value), value.shape, self), name)  # type: ignore[arg-type]
 
     def _spec(self, value: DTensor) -> ShardingSpec:
-        from autopar.spmd.placements import from_placements
-
         return from_placements(value.placements, value.ndim, self.mesh)
 
     def _concatenated(self, values: Sequence[Tensor], spec: ShardingSpec, shape: Sequence[int]) -> DTensor:
