@@ -297,7 +297,7 @@ def _edited_text(plan: Plan | PipelinePlan | None, source: str | Path, backend: 
 
 
 def _wanted(
-    cluster: Cluster, plan: Plan | None, edited: str | None, options: Options, mesh: MeshLike
+    cluster: Cluster, plan: Plan | PipelinePlan | None, edited: str | None, options: Options, mesh: MeshLike
 ) -> dict[str, str]:
     """What every rank must ask for alike, by the name of the argument."""
     said = {f.name: repr(getattr(options, f.name)) for f in dataclasses.fields(options)}
