@@ -148,6 +148,7 @@ class Board:
             )
             still, last = 0 if moves else still + 1, now
             report = _location(frame) if still >= STILL_LOOKS else ""
+            del frame  # it would keep the locals of a function alive that the training thread has left
             if report != reported:
                 try:
                     self.store.set(f"{STILL}/{self.rank}", report)
