@@ -205,6 +205,19 @@ class Pairs(nn.Module):
         return (a - b).square().sum(-1).mean()
 
 
+class Filled(nn.Module):
+    """Makes tensors of ones and zeros in the shape of others, cut or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        ahead = torch.cat([torch.zeros_like(h)[:, :1], torch.ones_like(h)[:, 1:]], 1)
+        return (h * ahead + h.new_ones(8, 5) * torch.full_like(h.mean(), 2.0)).square().mean()
+
+
 def _ids(*shape: int) -> Tensor:
     return torch.randint(0, 20, shape)
 
@@ -220,6 +233,7 @@ CASES = {
     "places": (PositionsAsLong, lambda: {"ids": _ids(8, 8), "places": torch.arange(8)}),
     "mixed": (Mixed, lambda: {"x": torch.randn(8, 5).double(), "labels": _ids(8) % 3}),
     "pairs": (Pairs, lambda: {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 5).double()}),
+    "filled": (Filled, lambda: {"x": torch.randn(8, 5).double()}),
     "lstm": (ZOO["lstm"].build, ZOO["lstm"].inputs),
     "recommender": (ZOO["recommender"].build, ZOO["recommender"].inputs),
 }

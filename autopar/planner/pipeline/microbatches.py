@@ -349,7 +349,10 @@ class _Walk:
     def _read(self, node: Node, option: Option) -> Iterator[ShardingSpec]:
         """Return how each operand is read."""
         for value, spec in zip(node.inputs, option.strategy.inputs, strict=True):
-            yield self.over[value] if node.packet in LIKE and (value, self.over[value]) in self.made else spec
+            have = self.over[value]
+            # ``new_zeros`` states its shape; ``zeros_like`` has that of its operand.
+            blank = node.packet in LIKE and (have.dims == spec.dims or ".new_" in node.packet)
+            yield have if blank and (value, have) in self.made else spec
 
     def options(self, node: Node) -> Sequence[Option]:
         """Return the ways in which a micro-batch can run an op."""
