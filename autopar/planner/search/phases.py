@@ -58,6 +58,8 @@ class Free:
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         began = now()
+        if search.budget < math.inf and search.baselines and not any(map(search.fits, search.baselines)):
+            until = began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
         free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
