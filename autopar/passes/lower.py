@@ -211,6 +211,8 @@ class _Builder:
         if name.rpartition(".")[0] in NEEDS_CONTIGUOUS:
             made = tuple(map(self._dense, made[0])), made[1]
         target = resolve_op(name)
+        if target in spmd.RINGS:
+            made = (self.rank, *made[0]), made[1]
         if op.in_place:
             target, made = _overwriting_call(target, *made, op.operand)
         if changes_arguments(target):
@@ -358,6 +360,9 @@ class _Builder:
         return {**kwargs, "device": self._call(spmd.device, (self.rank,))}
 
 
+ACROSS_RANKS = ".across_ranks"
+"""Overload of an op that ``spmd`` runs, since its ranks exchange rows inside."""
+
 _OVERWRITING = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.mul.Tensor: aten.mul_.Tensor,
@@ -395,7 +400,9 @@ def _returns_list(target: Any) -> bool:
 
 @cache
 def resolve_op(name: str) -> Any:
-    """Return the callable of a name such as ``"aten.mm.default"``."""
+    """Return the callable of a name such as ``"aten.mm.default"``, or ``"autopar.send.across_ranks"``."""
+    if name.endswith(ACROSS_RANKS):
+        return getattr(spmd, name.split(".")[1])
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)

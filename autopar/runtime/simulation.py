@@ -180,9 +180,9 @@ def _call(
     if function in spmd.COLLECTIVES:
         calls = [(a[1:], k) for a, k in map(of, range(len(ranks)))]
         return list(spmd.simulate(function, ranks, calls, meters))
-    if function in spmd.PRODUCTS:
+    if function in spmd.RINGS:
         calls = [(a[1:], k) for a, k in map(of, range(len(ranks)))]
-        return spmd.simulate_product(function, ranks, calls, meters)
+        return spmd.simulate_ring(spmd.RINGS[function], ranks, calls, meters)
     made = []
     for rank, meter in enumerate(meters):
         args, kwargs = of(rank)

@@ -28,14 +28,18 @@ from autopar.spmd.copies import on_copies
 from autopar.spmd.halos import shift, window
 from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
-from autopar.spmd.products import PRODUCTS, gather_product, product_scatter, simulate_product
+from autopar.spmd.products import PRODUCTS, gather_product, product_scatter, simulate_ring
 from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, local_ranks
+from autopar.spmd.routing import ROUTINGS, collect, route, send
 from autopar.spmd.sections import section
 from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, host_memory, offload
 
+RINGS = {**PRODUCTS, **ROUTINGS}
+"""The generators of functions in which ranks exchange several times."""
+
 __all__ = [
     "COLLECTIVES",
-    "PRODUCTS",
+    "RINGS",
     "Ends",
     "HostTensor",
     "LocalRank",
@@ -54,6 +58,7 @@ __all__ = [
     "arrived",
     "bucket_call",
     "choice",
+    "collect",
     "device",
     "fetch",
     "from_placements",
@@ -69,10 +74,12 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_bucket",
     "resolve",
+    "route",
     "section",
+    "send",
     "shift",
     "simulate",
-    "simulate_product",
+    "simulate_ring",
     "slice_shard",
     "step_call",
     "to_placements",

@@ -69,7 +69,7 @@ def gather_product(
         if matrix is not None:
             product, gathered = _torch.fused_gather_product(x, matrix, dim, group, keep=keep)
             return (product, gathered) if keep else product
-    return _run(rank, _gathering(rank, x, w, equation, operand, dim, axis, length, keep=keep))
+    return run_ring(rank, _gathering(rank, x, w, equation, operand, dim, axis, length, keep=keep))
 
 
 def product_scatter(rank: Rank, x: Tensor, w: Tensor, *, equation: str, operand: int, dim: int, axis: int) -> Tensor:
@@ -79,18 +79,18 @@ def product_scatter(rank: Rank, x: Tensor, w: Tensor, *, equation: str, operand:
         matrix = _as_matrix(equation, w)
         if matrix is not None:
             return _torch.fused_product_scatter(x, matrix, dim, group)
-    found: Tensor = _run(rank, _scattering(rank, x, w, equation, operand, dim, axis))
+    found: Tensor = run_ring(rank, _scattering(rank, x, w, equation, operand, dim, axis))
     return found
 
 
-def simulate_product(
-    function: Callable[..., Any],
+def simulate_ring(
+    generator: Callable[..., Ring],
     ranks: Sequence[Rank],
     calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
     meters: Sequence[Any] = (),
 ) -> list[Any]:
-    """Run one of these functions on every simulated rank of a mesh, step by step, like ``spmd.simulate``."""
-    rings = [PRODUCTS[function](rank, *args, **kwargs) for rank, (args, kwargs) in zip(ranks, calls, strict=True)]
+    """Run a function's generator on every simulated rank of a mesh, step by step, like ``spmd.simulate``."""
+    rings = [generator(rank, *args, **kwargs) for rank, (args, kwargs) in zip(ranks, calls, strict=True)]
     replies: list[Any] = [None] * len(rings)
     while True:
         requests: list[Send | Receive] = []
@@ -110,16 +110,23 @@ def simulate_product(
 
 
 def _replies(requests: Sequence[Send | Receive]) -> list[Tensor]:
-    """Answer each rank's request: with the block of its neighbour, or with what it has received before."""
-    found = []
-    for request in requests:
-        if isinstance(request, Receive):
-            found.append(request.started)
-        else:
-            sender = requests[request.exchange.sources[len(found)]]
-            assert isinstance(sender, Send)
-            found.append(sender.block.clone())
-    return found
+    """Answer each rank's request: with what others send it, or with what it has received before."""
+    blocks = [r.block for r in requests if isinstance(r, Send)]
+    return [r.started if isinstance(r, Receive) else _received(i, r, requests, blocks) for i, r in enumerate(requests)]
+
+
+def _received(here: int, request: Send, requests: Sequence[Send | Receive], blocks: Sequence[Tensor]) -> Tensor:
+    exchange = request.exchange
+    if exchange.kind == "all_gather":
+        return torch.cat(list(blocks))
+    if exchange.kind == "permute":
+        return blocks[exchange.sources[here]].clone()
+    parts = []
+    for sender in requests:
+        assert isinstance(sender, Send)
+        parts.append(torch.split(sender.block, list(sender.exchange.sent))[here])
+    assert tuple(map(len, parts)) == exchange.received
+    return torch.cat(parts)
 
 
 def _gathering(
@@ -181,7 +188,7 @@ PRODUCTS: Mapping[Callable[..., Any], Callable[..., Ring]] = {gather_product: _g
 """The ring of each function."""
 
 
-def _run(rank: Rank, ring: Ring) -> Any:
+def run_ring(rank: Rank, ring: Ring) -> Any:
     """Run a ring on a process of a job."""
     reply: Any = None
     while True:

@@ -56,11 +56,11 @@ def test_a_product_beside_the_gather_of_an_operand(equation, operand, dim, mesh,
             mine = list(whole)
             mine[operand] = shard(whole[operand], dim, rank, axis)
             calls.append((mine, given | {"keep": True}))
-        for product, gathered in spmd.simulate_product(spmd.gather_product, ranks, calls):
+        for product, gathered in spmd.simulate_ring(spmd.RINGS[spmd.gather_product], ranks, calls):
             torch.testing.assert_close(product, expected)
             assert product.is_contiguous()
             assert torch.equal(gathered, whole[operand])
-        alone = spmd.simulate_product(spmd.gather_product, ranks, [(args, given) for args, _ in calls])
+        alone = spmd.simulate_ring(spmd.RINGS[spmd.gather_product], ranks, [(args, given) for args, _ in calls])
         assert all(torch.is_tensor(p) and p.shape == expected.shape for p in alone)
 
 
@@ -83,7 +83,7 @@ def test_a_sum_of_products_that_is_scattered_as_it_is_made(equation, operand, di
             ([shard(x, t.index(summed), rank, axis) for x, t in zip(whole, (first, second), strict=True)], given)
             for rank in ranks
         ]
-        for rank, mine in zip(ranks, spmd.simulate_product(spmd.product_scatter, ranks, calls), strict=True):
+        for rank, mine in zip(ranks, spmd.simulate_ring(spmd.RINGS[spmd.product_scatter], ranks, calls), strict=True):
             torch.testing.assert_close(mine, shard(expected, made, rank, axis))
 
 
