@@ -46,6 +46,8 @@ class PlanOptions(TypedDict, total=False):
             it may still gain over the run is less than the seconds that it has taken.
         accumulation_steps: number of backwards in one optimizer step, 1 by default. The gradients add up and appear
             with the last backward; the plan decides whether each is reduced at once or all are at the end.
+        expert_room: where each rank has some of the experts, how many rows a rank has room for, over the mean; 1.5 by
+            default. A router that sends a rank more is an error on all ranks.
         dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
             max=64)}}``. One plan serves the whole range without another search; ``plan.symbolic`` has its formulas.
         async_tensor_parallel: whether a matrix product may be decomposed to run beside the all-gather that feeds it or
@@ -71,6 +73,7 @@ class PlanOptions(TypedDict, total=False):
     time_limit: float
     training_steps: float
     accumulation_steps: int
+    expert_room: float
     dynamic_shapes: Any
     async_tensor_parallel: bool | Literal["auto", "always"]
     solver: str

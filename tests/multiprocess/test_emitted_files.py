@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,12 @@ def torchrun(script: Path, processes: int, *arguments: str) -> subprocess.Comple
 
 def checked(name: str, processes: int, folder: Path, budget: float = 1.0, **options: object) -> autopar.Plan:
     """The file's losses and gradients are those that the plan gives here."""
-    model, inputs = ZOO[name].made(torch.float32, 0.1)
+    return checked_model(*ZOO[name].made(torch.float32, 0.1), processes, folder, budget, **options)
+
+
+def checked_model(
+    model: nn.Module, inputs: Mapping[str, Tensor], processes: int, folder: Path, budget: float = 1.0, **options: object
+) -> autopar.Plan:
     wanted = {"mesh": (processes,), "cluster": cluster_where_sharding_pays(), "time_limit": 20.0, **options}
     plan = autopar.plan(model, inputs, **wanted)
     if budget < 1:
