@@ -57,7 +57,6 @@ DEEPSEEK: dict[str, Any] = dict(
     qk_rope_head_dim=4,
     v_head_dim=8,
 )
-LLAMA4: dict[str, Any] = dict(num_local_experts=4, intermediate_size_mlp=24, head_dim=8)
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": dict(SIZES, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, output_router_logits=True),
     "Qwen3Moe": dict(SIZES, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=8, head_dim=8),
