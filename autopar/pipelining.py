@@ -237,9 +237,7 @@ def pipeline_plan(
     )
     prologue = None
     if found.micro.prologue is not None:
-        free = dataclasses.replace(
-            options, memory_budget_bytes=None, constraints={}, outputs="whole", search="joint"
-        )
+        free = dataclasses.replace(options, memory_budget_bytes=None, constraints={}, outputs="whole", search="joint")
         planned = planner.plan_graph(found.micro.prologue, stage_mesh, part, free, compare=False)
         prologue = stage_plan(planned, capture, stage_mesh, part, free)
     return PipelinePlan(
