@@ -21,8 +21,8 @@ from autopar.errors import RankError
 from autopar.mesh import Mesh
 from autopar.sharding import spec as sharding
 from autopar.spmd.collectives import CARRIED_AS
-from autopar.spmd.rings import Receive, Ring, Send, run_ring
 from autopar.spmd.ranks import Exchange, Rank
+from autopar.spmd.rings import Receive, Ring, Send, run_ring
 
 
 def route(

@@ -2,10 +2,10 @@
 
 Each mesh axis has a role. A *data* axis cuts the batch through every op, and stores parameters whole (DDP) or cut; cut
 parameters are gathered once and kept for the backward (ZeRO-1 and 2) or gathered where they are used (ZeRO-3, FSDP). A
-*context* axis does the same with the sequence; in attention it cuts the queries' sequence or the heads. Data axes may be
-*expert* axes too: each rank keeps some of the experts, and tokens go there. A *tensor* axis cuts weights by Megatron's
-pairs, with sequence parallel also what lies between them. The solver completes what a role leaves open, so that a
-baseline is the best plan of its kind, priced and simulated like any other.
+*context* axis does the same with the sequence; in attention it cuts the queries' sequence or the heads. Data axes may
+be *expert* axes too: each rank keeps some of the experts, and tokens go there. A *tensor* axis cuts weights by
+Megatron's pairs, with sequence parallel also what lies between them. The solver completes what a role leaves open, so
+that a baseline is the best plan of its kind, priced and simulated like any other.
 """
 
 from __future__ import annotations
