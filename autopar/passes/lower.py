@@ -213,7 +213,7 @@ class _Builder:
         target = resolve_op(name)
         if op.loan is not None:
             given = {"length": op.loan.n, "axes": list(op.loan.axes), "lent": list(op.loan.lent)}
-            target, made = BALANCED[node.packet], ((self.rank, *made[0]), {**made[1], **given})
+            target, made = BALANCED[node.packet], (made[0], {**made[1], **given})
         if target in spmd.RINGS:
             made = (self.rank, *made[0]), made[1]
         if op.in_place:
