@@ -38,10 +38,19 @@ Phase = Literal["forward", "backward"]
 
 
 class TensorMeta(NamedTuple):
-    """Global shape and dtype of a tensor. ``dtype`` is torch's name without the prefix ``torch.``."""
+    """Global shape and dtype of a tensor. ``dtype`` is torch's name without the prefix ``torch.``.
+
+    Args:
+        routed: how many leading dims are those of routed rows (``planner.graphs.routed``): how they are cut says which
+            rows a rank has, so no redistribution changes it.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    routed: int = 0
+
+    def __repr__(self) -> str:
+        return f"TensorMeta(shape={self.shape!r}, dtype={self.dtype!r}{f', routed={self.routed}' * bool(self.routed)})"
 
     @property
     def numel(self) -> int:

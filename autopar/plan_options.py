@@ -47,6 +47,9 @@ class PlanOptions(TypedDict, total=False):
             it may still gain over the run is less than the seconds that it has taken.
         accumulation_steps: number of backwards in one optimizer step, 1 by default. The gradients add up and appear
             with the last backward; the plan decides whether each is reduced at once or all are at the end.
+        expert_room: lets plans send tokens to the ranks of their experts, and says for how many rows each rank has
+            room, over the mean, such as 1.5. A router that sends a rank more is an error on all ranks. None, the
+            default, leaves tokens where they are, so that no routing can stop a step.
         dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
             max=64)}}``. One plan serves the whole range without another search; ``plan.symbolic`` has its formulas.
         async_tensor_parallel: whether a matrix product may be decomposed to run beside the all-gather that feeds it or
@@ -74,6 +77,7 @@ class PlanOptions(TypedDict, total=False):
     time_limit: float
     training_steps: float
     accumulation_steps: int
+    expert_room: float | None
     dynamic_shapes: Any
     async_tensor_parallel: bool | Literal["auto", "always"]
     solver: str
@@ -101,6 +105,7 @@ _DEFAULTS = {
     "constraints": None,
     "dynamic_shapes": None,
     "pipeline": None,
+    "expert_room": None,
 }
 
 _F = TypeVar("_F", bound=Callable[..., Any])

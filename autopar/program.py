@@ -37,13 +37,13 @@ class Sent:
     """A collective inside a compute op: it sends rows of halos or lent rows, or gathers summaries of shards.
 
     Args:
-        kind: ``permute`` or ``all_gather``.
+        kind: ``permute``, ``all_gather``, or ``all_to_all`` for rows that go to the ranks of their experts.
         operand: position of the operand that it serves.
         bytes: message size that it is priced by, like ``Op.wire_bytes``.
         seconds: predicted time, included in the op's seconds.
     """
 
-    kind: Literal["permute", "all_gather"]
+    kind: Literal["permute", "all_gather", "all_to_all"]
     operand: int
     axis: int
     bytes: int

@@ -136,10 +136,16 @@ def reduce_scatter(x: torch.Tensor, reduction: str, size: int, group: str) -> to
     return as_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(x, reduction, size, group))
 
 
-def all_to_all(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Start sending an even chunk of dim 0 to each of the ``size`` ranks."""
-    splits = [x.shape[0] // size] * size
-    return as_tensor(torch.ops._c10d_functional.all_to_all_single(x, splits, splits, group))
+def all_to_all(
+    x: torch.Tensor, size: int, group: str, parts: tuple[Sequence[int], Sequence[int]] | None = None
+) -> torch.Tensor:
+    """Start sending a part of dim 0 to each of the ``size`` ranks: an even chunk, or parts of unequal length.
+
+    Args:
+        parts: the rows that this rank sends to each rank, and those that it receives from each.
+    """
+    sent, received = parts or ([x.shape[0] // size] * size,) * 2
+    return as_tensor(torch.ops._c10d_functional.all_to_all_single(x, list(received), list(sent), group))
 
 
 def permute(x: torch.Tensor, sources: Sequence[int], here: int, shape: Sequence[int], group: str) -> torch.Tensor:

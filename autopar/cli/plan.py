@@ -66,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
         "split=model.layers.8+model.layers.16 (default: as the mesh says, whose axis pp is the pipeline)",
     )
     parser.add_argument(
+        "--expert-room",
+        type=float,
+        metavar="X",
+        help="let tokens go to the ranks of their experts, each with room for X times the mean, such as 1.5",
+    )
+    parser.add_argument(
         "--search", default="joint", help="search method: joint, two-stage, or baseline:NAME (default joint)"
     )
     parser.add_argument("--solver", default="auto", help="highs, cbc, or another solver that PuLP knows (default auto)")
@@ -155,6 +161,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
         time_limit=arguments.time_limit,
         solver=arguments.solver,
         pipeline=pipeline_of(arguments.pipeline),
+        expert_room=arguments.expert_room,
     )
 
 

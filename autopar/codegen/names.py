@@ -87,6 +87,7 @@ SHORTENED = {
     "contract": "product",
     "batch_norm_backward_input": "input",
     "experts_mm": "product",
+    "routed_mm": "product",
     "_to_copy": "cast",
     "threshold_backward": "relu",
     "split_with_sizes": "split",

@@ -24,6 +24,7 @@ from autopar.ops import (
     norms,
     pooling,
     random,
+    routing,
     statistics,
 )
 
@@ -46,5 +47,6 @@ __all__ = [
     "norms",
     "pooling",
     "random",
+    "routing",
     "statistics",
 ]

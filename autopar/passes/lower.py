@@ -213,7 +213,9 @@ class _Builder:
         target = resolve_op(name)
         if op.loan is not None:
             given = {"length": op.loan.n, "axes": list(op.loan.axes), "lent": list(op.loan.lent)}
-            target, made = BALANCED[node.packet], ((self.rank, *made[0]), {**made[1], **given})
+            target, made = BALANCED[node.packet], (made[0], {**made[1], **given})
+        if target in spmd.RINGS:
+            made = (self.rank, *made[0]), made[1]
         if op.in_place:
             target, made = _overwriting_call(target, *made, op.operand)
         if changes_arguments(target):
@@ -369,6 +371,9 @@ BALANCED: Mapping[str, Callable[..., Any]] = {
 }
 """The functions of ranks that lend each other rows."""
 
+ACROSS_RANKS = ".across_ranks"
+"""Overload of an op that ``spmd`` runs, since its ranks exchange rows inside."""
+
 _OVERWRITING = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.mul.Tensor: aten.mul_.Tensor,
@@ -408,7 +413,9 @@ def _returns_list(target: Any) -> bool:
 
 @cache
 def resolve_op(name: str) -> Any:
-    """Return the callable of a name such as ``"aten.mm.default"``."""
+    """Return the callable of a name such as ``"aten.mm.default"``, or ``"autopar.send.across_ranks"``."""
+    if name.endswith(ACROSS_RANKS):
+        return getattr(spmd, name.split(".")[1])
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)

@@ -40,6 +40,8 @@ class Options:
             predicted to be shorter, over NVLink; True: over any link, by a ring; False: nowhere; ``"always"``: wherever
             they can be.
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
+        expert_room: where ranks have some of the experts each, rows for which one has room, over the mean; None where
+            tokens stay with their ranks.
         accumulation_steps: micro-batches whose gradients add up before the optimizer steps.
         accumulators: specs in which they do, by parameter, where an earlier plan has decided them.
         in_flight: micro-batches whose activations are held at once, between their forward and their backward, as by a
@@ -65,6 +67,7 @@ class Options:
     mixed_precision: str | None = None
     ranges: Ranges | None = None
     async_tensor_parallel: bool | Literal["auto", "always"] = "auto"
+    expert_room: float | None = None
     accumulation_steps: int = 1
     accumulators: Mapping[str, str] = field(default_factory=dict)
     in_flight: int = 1
@@ -95,6 +98,12 @@ class Options:
                 "gap is the share by which a plan may cost more than the bound.",
                 found=repr(self.gap),
                 hint="give a number from 0 to below 1, such as 1e-3.",
+            )
+        if self.expert_room is not None and not _number(self.expert_room) >= 1:
+            raise AutoparError(
+                "expert_room is the number of rows for which a rank has room, over the mean.",
+                found=repr(self.expert_room),
+                hint="give a number from 1 on, such as 1.5, or None.",
             )
         if not _number(self.training_steps) > 0:
             raise AutoparError(

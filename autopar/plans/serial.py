@@ -90,8 +90,14 @@ def _step_from(data: Mapping[str, Any]) -> Step:
 
 
 def _tensor_to(t: LocalTensor) -> list[Any]:
-    data = [t.name, list(t.meta.shape), t.meta.dtype, str(t.spec), t.bytes]
+    dtype = f"{t.meta.dtype} routed {t.meta.routed}" if t.meta.routed else t.meta.dtype
+    data = [t.name, list(t.meta.shape), dtype, str(t.spec), t.bytes]
     return [*data, True] if t.host else data
+
+
+def _meta_from(shape: Any, dtype: str) -> TensorMeta:
+    name, _, routed = dtype.partition(" routed ")
+    return TensorMeta(tuple(entries(shape)), name, int(routed or 0))
 
 
 def _op_from(data: Mapping[str, Any]) -> Op:
@@ -104,7 +110,7 @@ def _op_from(data: Mapping[str, Any]) -> Op:
     if "step" in data:
         step = _step_from(data["step"])
     writes = tuple(
-        LocalTensor(name, TensorMeta(tuple(entries(shape)), dtype), ShardingSpec.parse(spec), size, *host)
+        LocalTensor(name, _meta_from(shape, dtype), ShardingSpec.parse(spec), size, *host)
         for name, shape, dtype, spec, size, *host in map(entries, entries(data["writes"]))
     )
     return Op(

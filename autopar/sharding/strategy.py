@@ -14,8 +14,9 @@ class Strategy:
     Args:
         inputs: one spec for each entry of ``Node.inputs``.
         outputs: one spec for each result; None if the result is absent.
-        axes: what each mesh axis does: ``""`` replicates the work, a factor's name divides it, and ``"P0"`` passes on
-            partial sums of the first set of operands in which the op is linear.
+        axes: what each mesh axis does: ``""`` replicates the work, a factor's name divides it, ``"P0"`` passes on
+            partial sums of the first set of operands in which the op is linear, and ``"a>e"`` divides factor ``a``
+            outside of the op and ``e`` inside.
         work: share of the op's total work that one rank does.
     """
 

@@ -32,11 +32,12 @@ from autopar.spmd.placements import from_placements, to_placements
 from autopar.spmd.products import PRODUCTS, gather_product, product_scatter
 from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, at_micro_batch, local_ranks
 from autopar.spmd.rings import simulate_ring
+from autopar.spmd.routing import ROUTINGS, collect, route, send
 from autopar.spmd.sections import section
 from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, host_memory, offload
 
-RINGS = {**PRODUCTS, **LENDING}
-"""The generator of each function in which ranks compute while they send each other blocks."""
+RINGS = {**PRODUCTS, **LENDING, **ROUTINGS}
+"""The generators of functions in which ranks exchange several times."""
 
 __all__ = [
     "COLLECTIVES",
@@ -62,6 +63,7 @@ __all__ = [
     "balanced_attention_backward",
     "bucket_call",
     "choice",
+    "collect",
     "device",
     "fetch",
     "from_placements",
@@ -77,7 +79,9 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_bucket",
     "resolve",
+    "route",
     "section",
+    "send",
     "shift",
     "simulate",
     "simulate_ring",

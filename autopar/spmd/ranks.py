@@ -27,10 +27,11 @@ class Exchange:
 
     Args:
         kind: all_gather concatenates along dim 0, reduce_scatter and all_to_all chunk it evenly.
-        axis: the mesh axis whose groups exchange; for a permute the whole mesh exchanges.
+        axis: the mesh axis whose groups exchange; by default, and for a permute, the whole mesh exchanges.
         reduction: sum, max or min.
         sources: for a permute, the rank of the mesh whose buffer each rank receives.
-        shape: for a permute, the shape of what this rank receives.
+        shape: for a permute, and what else the whole mesh exchanges, the shape of what this rank receives.
+        sent, received: for an all_to_all of unequal parts, the length of the part for each rank, and from each.
         in_place: for an all_reduce, whether the result may overwrite the sent buffer.
     """
 
@@ -40,6 +41,8 @@ class Exchange:
     sources: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     in_place: bool = False
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
 
 class Rank(Protocol):
@@ -140,11 +143,15 @@ class ProcessRank:
         if exchange.kind == "permute":
             here = self.mesh.rank(self.coordinate)
             return _torch.permute(buffer, exchange.sources, here, exchange.shape, self.whole)
-        size, group = self.mesh.shape[exchange.axis], self.groups[exchange.axis]
+        if exchange.axis < 0:
+            size, group = self.mesh.size, self.whole
+        else:
+            size, group = self.mesh.shape[exchange.axis], self.groups[exchange.axis]
         if exchange.kind == "all_gather":
             return _torch.all_gather(buffer, size, group)
         if exchange.kind == "all_to_all":
-            return _torch.all_to_all(buffer, size, group)
+            parts = (exchange.sent, exchange.received) if exchange.sent else None
+            return _torch.all_to_all(buffer, size, group, parts)
         if exchange.kind == "all_reduce":
             return _torch.all_reduce(buffer, exchange.reduction, group, in_place=exchange.in_place)
         return _torch.reduce_scatter(buffer, exchange.reduction, size, group)

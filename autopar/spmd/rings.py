@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Union
 
+import torch
 from torch import Tensor
 
 from autopar.spmd.ranks import Exchange, Rank
@@ -18,7 +19,7 @@ from autopar.spmd.ranks import Exchange, Rank
 
 @dataclass(frozen=True)
 class Send:
-    """A request to start a permute of ``block``."""
+    """A request to start an exchange of ``block``."""
 
     block: Tensor
     exchange: Exchange
@@ -76,13 +77,20 @@ def simulate_ring(
 
 
 def _replies(requests: Sequence[Send | Receive]) -> list[Tensor]:
-    """Answer each rank's request: with the block that is sent to it, or with what it has received before."""
-    found = []
-    for request in requests:
-        if isinstance(request, Receive):
-            found.append(request.started)
-        else:
-            sender = requests[request.exchange.sources[len(found)]]
-            assert isinstance(sender, Send)
-            found.append(sender.block.clone().reshape(request.exchange.shape))
-    return found
+    """Answer each rank's request: with what others send it, or with what it has received before."""
+    blocks = [r.block for r in requests if isinstance(r, Send)]
+    return [r.started if isinstance(r, Receive) else _received(i, r, requests, blocks) for i, r in enumerate(requests)]
+
+
+def _received(here: int, request: Send, requests: Sequence[Send | Receive], blocks: Sequence[Tensor]) -> Tensor:
+    exchange = request.exchange
+    if exchange.kind == "all_gather":
+        return torch.cat(list(blocks))
+    if exchange.kind == "permute":
+        return blocks[exchange.sources[here]].clone()
+    parts = []
+    for sender in requests:
+        assert isinstance(sender, Send)
+        parts.append(torch.split(sender.block, list(sender.exchange.sent))[here])
+    assert tuple(map(len, parts)) == exchange.received
+    return torch.cat(parts)

@@ -22,6 +22,7 @@ from autopar.strategies.notation import Bound, Equation, bind, parse
 from autopar.strategies.registry import (
     LinearSets,
     Metas,
+    Moves,
     Rule,
     find_combining,
     find_lending,
@@ -34,6 +35,9 @@ _cache: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
 _bounds: dict[tuple[object, ...], Bound | None] = {}
 on_change(_cache.clear)
 on_change(_bounds.clear)
+
+MOVED = ">"
+"""Between the factors that an axis cuts outside and inside of an op."""
 
 Cuts = Mapping[str, tuple[int, ...]]
 """The mesh axes that cut each factor, in increasing order."""
@@ -96,8 +100,11 @@ def _enumerate(node: Node, metas: Metas, mesh: Mesh) -> Iterator[Strategy]:
     linear = _linear(rule, node, metas)
     even = {f for f in fitted.sizes if rule.even} | set(_grouped(fitted))
     seen: set[tuple[object, ...]] = set()
-    options = [_choices(fitted, linear, k) for k in mesh.shape]
+    moves = rule.moves if isinstance(rule.moves, tuple) else rule.moves(node, metas)
+    options = [_choices(fitted, linear, moves, k) for k in mesh.shape]
     for axes in itertools.product(*options):
+        if moves and not _tells_rows(axes, moves):
+            continue
         made = _strategy(fitted, axes, linear, even, rule.reduction, mesh)
         if made is not None and _sliding(fitted, axes) and halos(node, made, metas, mesh) is None:
             continue
@@ -130,31 +137,55 @@ def lent(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Loan | Non
     return None if find is None else find(node, strategy, metas, mesh)
 
 
-def _choices(fitted: Bound, linear: LinearSets, ways: int) -> tuple[str, ...]:
+def _choices(fitted: Bound, linear: LinearSets, moves: Moves, ways: int) -> tuple[str, ...]:
     if ways == 1:
         return ("",)
-    return ("", *fitted.cuttable, *(f"P{i}" for i in range(len(linear))))
+    both = (f"{a}{MOVED}{e}" for a, e in moves if {a, e} <= set(fitted.cuttable))
+    return ("", *fitted.cuttable, *both, *(f"P{i}" for i in range(len(linear))))
+
+
+def _tells_rows(axes: Sequence[str], moves: Moves) -> bool:
+    """Whether the cuts inside tell which rows a rank has, by whatever way it got them.
+
+    Where an axis that stays cuts ``a`` further than one that moves, the rows inside are not adjacent in ``a``. They
+    would be if another factor moved, or none, so these are left out.
+    """
+    for axis, choice in enumerate(axes):
+        outside, moved, inside = choice.rpartition(MOVED)
+        if any(inside == e for _, e in moves):
+            further = {a for a in axes[axis + 1 :] if any(a == b for b, _ in moves)}
+            if further and (not moved or further != {outside}):
+                return False
+    return True
+
+
+def moved_axes(strategy: Strategy) -> tuple[int, ...]:
+    """Return the axes whose ranks exchange what the op reads: they cut one factor outside, and another inside."""
+    return tuple(axis for axis, choice in enumerate(strategy.axes) if MOVED in choice)
 
 
 def _strategy(
     fitted: Bound, axes: Sequence[str], linear: LinearSets, even: set[str], reduction: Reduction, mesh: Mesh
 ) -> Strategy | None:
     """Return the strategy in which mesh axis ``i`` does ``axes[i]``, or None if the shapes forbid it."""
-    cuts = {f: tuple(i for i, a in enumerate(axes) if a == f) for f in axes if f in fitted.sizes}
+    chosen = [a.split(MOVED) for a in axes]
+    cuts = {f: tuple(i for i, a in enumerate(chosen) if f in a) for a in chosen for f in a if f in fitted.sizes}
+    outside = {a[0] for a in chosen if len(a) > 1}
+    inside = {i: a[1] for i, a in enumerate(chosen) if len(a) > 1}
     lengths = ((n, f, at) for f, at in cuts.items() for n in (fitted.sizes[f], *fitted.tied.get(f, ())))
     if not all(_fits(n, at, mesh, f in even) for n, f, at in lengths):
         return None
     partial_in: list[dict[int, Reduction]] = [{} for _ in fitted.inputs]
     passed: dict[int, Reduction] = {}
     for axis, choice in enumerate(axes):
-        if choice and choice not in cuts:
+        if choice and axis not in inside and choice not in cuts:
             passed[axis] = "sum"
             for operand in linear[int(choice[1:])]:
                 partial_in[operand][axis] = "sum"
     inputs: list[ShardingSpec] = []
     outputs: list[ShardingSpec | None] = []
     for dims, partial in zip(fitted.inputs, partial_in, strict=True):
-        spec = _spec(dims, fitted, cuts, partial, mesh)
+        spec = _spec(dims, fitted, _cuts_of(dims, cuts, outside, inside), partial, mesh)
         if spec is None:
             return None
         inputs.append(spec)
@@ -162,13 +193,21 @@ def _strategy(
         if result is None:
             outputs.append(None)
             continue
-        completes = {a: reduction for f, at in cuts.items() if _sums(fitted, index, f) for a in at}
-        spec = _spec(result, fitted, cuts, {**passed, **completes}, mesh)
+        completes = {a: reduction for f, at in cuts.items() if _sums(fitted, index, f) for a in at if a not in inside}
+        spec = _spec(result, fitted, _cuts_of(result, cuts, outside, inside), {**passed, **completes}, mesh)
         if spec is None:
             return None
         outputs.append(spec)
-    work = math.prod(1.0 / mesh.shape[a] for at in cuts.values() for a in at)
+    work = math.prod(1.0 / mesh.shape[a] for a in {a for at in cuts.values() for a in at})
     return Strategy(tuple(inputs), tuple(outputs), tuple(axes), work)
+
+
+def _cuts_of(dims: Sequence[tuple[str, ...]], cuts: Cuts, outside: set[str], inside: Mapping[int, str]) -> Cuts:
+    """Return the cuts of a term: an axis that moves cuts the inner factor where the term has it, else the outer one."""
+    if not inside:
+        return cuts
+    there = {f for d in dims for f in d}
+    return {f: tuple(a for a in at if not (f in outside and inside.get(a) in there)) for f, at in cuts.items()}
 
 
 def _sums(fitted: Bound, index: int, factor: str) -> bool:

@@ -25,6 +25,7 @@ LocalCall: TypeAlias = tuple[str, tuple[LocalArg, ...], tuple[tuple[str, LocalAr
 """What a rank runs: op, args and kwargs, in the form of ``ir.Node``."""
 
 Metas: TypeAlias = Sequence[TensorMeta]
+Moves: TypeAlias = tuple[tuple[str, str], ...]
 LinearSets: TypeAlias = tuple[tuple[int, ...], ...]
 Notation: TypeAlias = Union[str, Callable[[Node, Metas], str]]
 Linear: TypeAlias = Union[LinearSets, Callable[[Node, Metas], LinearSets]]
@@ -68,6 +69,8 @@ class Rule:
         flops: ``"product"`` for twice the product of all factors' sizes, or a function; 0 if omitted.
         elementwise: whether each element of the result depends only on the operands' elements at the same place.
         even: whether factors are cut only if they divide evenly.
+        moves: pairs of factors (a, e) that one mesh axis may cut together: e in the terms that have it, a in all
+            others. The op then exchanges what has to be elsewhere.
     """
 
     op: str
@@ -78,6 +81,7 @@ class Rule:
     flops: Flops | None = None
     elementwise: bool = False
     even: bool = False
+    moves: Moves | Callable[[Node, Metas], Moves] = ()
 
 
 _rules: dict[str, Rule] = {}
@@ -98,6 +102,7 @@ def rule(
     flops: Flops | None = None,
     elementwise: bool = False,
     even: bool = False,
+    moves: Moves | Callable[[Node, Metas], Moves] = (),
     override: bool = False,
 ) -> Rule:
     """Register how ``op`` may be sharded. The arguments are those of ``Rule``.
@@ -120,7 +125,7 @@ def rule(
             found=repr(_rules[name].notation),
             hint="pass override=True to replace it.",
         )
-    made = Rule(name, notation, linear, reduction, dict(shape_args or {}), flops, elementwise, even)
+    made = Rule(name, notation, linear, reduction, dict(shape_args or {}), flops, elementwise, even, moves)
     _rules[name] = made
     _changed()
     return made

@@ -98,7 +98,7 @@ def _by_token(module: Any, hidden: Tensor, ids: Tensor, scale: Tensor, *, autoca
 def _linear(module: Any, name: str, x: Tensor, ids: Tensor, autocast: bool) -> Tensor:
     """Multiply as the loop does, under autocast, or in the weights' dtype as the grouped product does."""
     weight: Tensor = getattr(module, name)
-    dtype = (_autocast_dtype(weight) if autocast else None) or weight.dtype
+    dtype = (autocast_dtype(weight) if autocast else None) or weight.dtype
     made: Tensor = torch.ops.autopar.experts_mm(x.to(dtype), weight.to(dtype), ids, transposed=not module.is_transposed)
     if not module.has_bias:
         return made
@@ -106,7 +106,7 @@ def _linear(module: Any, name: str, x: Tensor, ids: Tensor, autocast: bool) -> T
     return made if autocast else made.to(dtype)
 
 
-def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
+def autocast_dtype(weight: Tensor) -> torch.dtype | None:
     if weight.dtype == torch.float64:
         return None
     device = next((d for d in ("cuda", "cpu") if torch.is_autocast_enabled(d)), None)

@@ -39,6 +39,7 @@ from autopar.tracer.cutting import cut
 from autopar.tracer.derivatives import DerivativeError, refused_derivatives
 from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.equal_masks import merge_equal_masks
+from autopar.tracer.expert_loops import stack_expert_loops
 from autopar.tracer.experts import experts_by_token
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
 from autopar.tracer.linear_algebra import unchecked_covariances
@@ -158,6 +159,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             _refuse_sparse(part.graph)
             drop_packed_selections(part.graph)
     merge_equal_masks(program.graph)
+    stack_expert_loops(program.graph)
     returned = flat.returned.structure
     assert returned is not None
     notices = (*_notices(flat.returned, cached, checks, overridden), *_dense_gradients(program.graph))

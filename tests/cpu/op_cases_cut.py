@@ -98,6 +98,29 @@ def _grouped(dtype: torch.dtype) -> list[Case]:
         ("grouped_mm_part_weight", (rows.t(), grad, ends, 1, 2), {}),
         ("grouped_mm_part_backward", (rows, weight, ends, grad, 1), {}),
         *_experts(dtype),
+        *_routed(dtype),
+    ]
+
+
+def _routed(dtype: torch.dtype) -> list[Case]:
+    """Rows of three experts, each row's token one of six, with room for eight."""
+    ids = torch.tensor([[0, 2], [2, 1], [2, 0], [1, 2], [0, 1], [2, 1]]).view(2, 3, 2)
+    keys = torch.ops.autopar.route(ids, experts=3, columns=3)
+    tokens, choices = torch.randn(2, 3, 8, dtype=dtype), torch.randn(2, 3, 2, 8, dtype=dtype)
+    rows, grad = torch.randn(2, 3, 3, 8, dtype=dtype), torch.randn(2, 3, 3, 4, dtype=dtype)
+    weight, bias = torch.randn(3, 8, 4, dtype=dtype), torch.randn(3, 8, dtype=dtype)
+    return [
+        ("route", (ids,), {"experts": 3, "columns": 3}),
+        ("send", (tokens, ids, keys), {}),
+        ("send", (choices, ids, keys), {"each": True}),
+        ("collect", (rows, ids, keys), {}),
+        ("collect", (rows, ids, keys), {"each": True}),
+        ("routed_mm", (rows, weight, keys), {"span": 12}),
+        ("routed_mm", (rows, weight[1:].transpose(1, 2), keys), {"span": 12, "transposed": True, "first": 1}),
+        ("routed_mm_weight", (rows, grad, keys), {"span": 12, "experts": 3}),
+        ("routed_mm_weight", (rows, grad, keys), {"span": 12, "experts": 2, "first": 1, "transposed": True}),
+        ("of_expert", (bias, keys), {"span": 12}),
+        ("sum_of_expert", (rows, keys), {"span": 12, "experts": 3}),
     ]
 
 

@@ -2,9 +2,10 @@
 
 Each mesh axis has a role. A *data* axis cuts the batch through every op, and stores parameters whole (DDP) or cut; cut
 parameters are gathered once and kept for the backward (ZeRO-1 and 2) or gathered where they are used (ZeRO-3, FSDP). A
-*context* axis does the same with the sequence; in attention it cuts the queries' sequence or the heads. A *tensor* axis
-cuts weights by Megatron's pairs, with sequence parallel also what lies between them. The solver completes what a role
-leaves open, so that a baseline is the best plan of its kind, priced and simulated like any other.
+*context* axis does the same with the sequence; in attention it cuts the queries' sequence or the heads. Data axes may
+be *expert* axes too: each rank keeps some of the experts, and tokens go there. A *tensor* axis cuts weights by
+Megatron's pairs, with sequence parallel also what lies between them. The solver completes what a role leaves open, so
+that a baseline is the best plan of its kind, priced and simulated like any other.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from autopar.planner.problem.decide import Decisions, Variable
 from autopar.planner.problem.restricted import solve_sliced
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Problem, Tied, fold
+from autopar.strategies import MOVED, moved_axes
 from autopar.strategies.registry import find_lending
 
 Mask = npt.NDArray[np.bool_]
@@ -51,6 +53,7 @@ class Baseline:
         tensor: axes that cut weights by columns and rows.
         sequence: whether tensor axes also cut the sequence between a row and the next column.
         context: axes that cut the sequence.
+        experts: data axes over which tokens go to the ranks of their experts.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Baseline:
     tensor: tuple[int, ...] = ()
     sequence: bool = False
     context: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
 
     @property
     def of_inputs(self) -> tuple[int, ...]:
@@ -91,6 +95,8 @@ def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
             Baseline("FSDP x CP", data=outer, stored=axes, context=inner),
         ]
     found.append(Baseline("CP", stored=axes, context=axes))
+    for name, experts in (("EP x FSDP", axes), *((f"EP over axis {a} x FSDP", (a,)) for a in axes if outer)):
+        found.append(Baseline(name, data=axes, stored=axes, experts=experts))
     return *found, Baseline("TP", tensor=axes), Baseline("TP+SP", tensor=axes, sequence=True)
 
 
@@ -153,9 +159,50 @@ class Restrictions:
         if v.node is None or v.actions:
             return id(v.options), v.kept, v.actions
         if v.kind == "op":
-            return id(v.options), self.batch[v.node.name], self.sequence[v.node.name], v.node.name in self._attention
+            name = v.node.name
+            return id(v.options), self.batch[name], self.sequence[name], name in self._attention, self.experts.get(name)
         value = Value(v.node.name)
-        return id(v.options), v.kind, v.node.outputs, value in self._batch_inputs, value in self._sequence_inputs
+        has_sequence = value in self._sequence_inputs
+        cut = value in self._batch_inputs, has_sequence, v.node.name in self.of_experts
+        return id(v.options), v.kind, v.node.outputs, *cut
+
+    @cached_property
+    def experts(self) -> Mapping[str, frozenset[str]]:
+        """What an axis may do with each op on routed rows to cut their experts, or to send rows there."""
+        graph, found = self.decisions.graph, {}
+        for node in graph.nodes:
+            routed = (m.routed for m in (*map(graph.meta, node.inputs), *node.outputs) if m is not None)
+            if node.op != "placeholder" and any(routed):
+                found[node.name] = self._experts_of(node)
+        return found
+
+    def _experts_of(self, node: Node) -> frozenset[str]:
+        graph, rule = self.decisions.graph, self.flow.rules[node.name]
+        options = self.decisions.variables[self.decisions.index[node.name]].options
+        moving = {c for o in options for c in o.axes if MOVED in c and c.split(MOVED)[0] in self.batch[node.name]}
+        if moving or rule is None:
+            return frozenset(moving)
+        ends = [
+            *zip(map(graph.meta, node.inputs), rule.inputs, strict=True),
+            *zip(node.outputs, rule.outputs, strict=True),
+        ]
+        return frozenset(f for m, dims in ends if m is not None and m.routed and dims for f in dims[m.routed - 1][:1])
+
+    @cached_property
+    def of_experts(self) -> frozenset[str]:
+        """The parameters that have a part for each expert, along dim 0."""
+        parameters = (i.node for i in self.decisions.graph.inputs if i.kind == "parameter")
+        return frozenset(name for name in parameters if self.experts and self._is_of_experts(Value(name)))
+
+    def _is_of_experts(self, value: Value) -> bool:
+        if not self.decisions.graph.meta(value).shape:
+            return False
+        for node, at in self.decisions.graph.consumers.get(value, ()):
+            if node.name in self.experts:
+                return self.flow.factor(node, at, 0) in self.experts[node.name]
+            if len(node.inputs) == len(node.outputs) == 1 and self._is_of_experts(Value(node.name)):
+                return True
+        return False
 
     def masks(self, baseline: Baseline) -> Masks | None:
         """Return the options that each variable may choose; None if the baseline does not apply to this model and
@@ -168,6 +215,8 @@ class Restrictions:
         if baseline.data and not self._has_batch(baseline.data):
             return None
         if baseline.context and not (self._attention and self._has_sequence(baseline.context)):
+            return None
+        if baseline.experts and not self._can_move(baseline.experts):
             return None
         keys = self._mask_keys
         if tensor is not None:
@@ -188,6 +237,13 @@ class Restrictions:
         """Whether some input's sequence can be cut over ``axes``."""
         variables = (self.decisions.variables[self.decisions.index[v.node]] for v in self._sequence_inputs)
         return any(o.outputs[0] is not None and o.outputs[0].dims[1:2] == (axes,) for v in variables for o in v.options)
+
+    def _can_move(self, axes: tuple[int, ...]) -> bool:
+        """Whether tokens can go to the ranks of their experts over ``axes``."""
+        routers = [
+            v for v in self.decisions.variables if v.kind == "op" and v.node and v.node.packet == "autopar.route"
+        ]
+        return bool(routers) and all(any(moved_axes(o) == axes for o in v.options) for v in routers)
 
     def _tensor_parallel(self, axes: tuple[int, ...]) -> TensorParallel | None:
         if not axes:
@@ -211,10 +267,15 @@ class Restrictions:
     def _mask(self, v: Variable, baseline: Baseline, tensor: TensorParallel | None) -> Mask:
         if v.kind == "op" and v.node is not None:
             data, cut = self._data_role(v.node), self._tensor_role(v.node, baseline, tensor)
-            context = self._context_role(v.node)
-            return _op_mask(v.options, ((baseline.data, data), (baseline.tensor, cut), (baseline.context, context)))
+            experts: Role = ("among", self.experts.get(v.node.name, frozenset()))
+            moving = baseline.experts if experts[1] else ()
+            apart = tuple(a for a in baseline.data if a not in moving)
+            roles = (apart, data), (moving, experts), (baseline.tensor, cut)
+            return _op_mask(v.options, (*roles, (baseline.context, self._context_role(v.node))))
         if v.kind == "parameter" and v.node is not None:
             label = tensor.parameters.get(v.node.name) if tensor else None
+            if baseline.experts and v.node.name in self.of_experts:
+                return self._expert_parameter(v, v.node, baseline)
             return self._parameter(v, v.node, baseline, label)
         if v.kind in ("input", "received") and v.node is not None:
             value = Value(v.node.name)
@@ -267,6 +328,17 @@ class Restrictions:
         ]
         best = min((_evenness(s, meta.shape, baseline.stored, self.decisions.mesh) for s in cut), default=None)
         chosen = [s for s in cut if _evenness(s, meta.shape, baseline.stored, self.decisions.mesh) == best] or whole
+        return np.array([s in chosen for s in specs])
+
+    def _expert_parameter(self, v: Variable, node: Node, baseline: Baseline) -> Mask:
+        """Experts stay cut over the axes on which tokens move, and are stored cut further over the others."""
+        meta, rest = node.outputs[0], tuple(a for a in baseline.stored if a not in baseline.experts)
+        assert meta is not None
+        specs = [o.outputs[0] for o in v.options if o.outputs[0] is not None]
+        own = [s for s in specs if s.dims[0] == baseline.experts]
+        cut = [s for s in own if rest and _on_one_dim(s, rest)]
+        key = {s: _evenness(s, meta.shape, rest, self.decisions.mesh) for s in cut}
+        chosen = [s for s in cut if key[s] == min(key.values())] or [s for s in own if not any(s.dims[1:])]
         return np.array([s in chosen for s in specs])
 
 

@@ -17,6 +17,7 @@ from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.footprint.op_work import bytes_moved, local_bytes
 from autopar.sharding import ShardingSpec, Step, Strategy
+from autopar.strategies import moved_axes
 
 KERNEL_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 COPIED_DTYPES = KERNEL_DTYPES | {"int8", "uint8", "int16", "int32", "int64"}
@@ -110,6 +111,8 @@ def extra_passes(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh
     """Return the bytes of each pass that an op makes before or after its product, on every device."""
     if node.packet in CHUNKED:
         return _chunked(node, option, metas, mesh)
+    if node.packet in MOVING:
+        return _moving(node, option, metas, mesh)
     return _sorting(node, option, metas, mesh) if node.packet in SORTING else ()
 
 
@@ -135,6 +138,28 @@ def _sorting(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Me
     moved = [rows(m, s) for m, s in ((metas[0], option.inputs[0]), other) if m is not None and s is not None]
     return (4.0 * SORT_PASSES * places * INDEX_BYTES, *moved)
 
+
+def sent_rows(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> int:
+    """Return the bytes of one row for each choice of a rank's tokens, or of one key."""
+    at = MOVING[node.packet]
+    choices = math.prod(option.inputs[at].local_shape(metas[at].shape, mesh))
+    if node.packet == "autopar.route":
+        return choices * INDEX_BYTES
+    return choices * option.inputs[0].local_shape(metas[0].shape, mesh)[-1] * metas[0].itemsize
+
+
+def _moving(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
+    """Passes that sort the keys; and over rows, to bring them into the order in which they are sent, or summed up."""
+    choices = math.prod(option.inputs[MOVING[node.packet]].local_shape(metas[MOVING[node.packet]].shape, mesh))
+    sorted_keys = 4.0 * SORT_PASSES * choices * INDEX_BYTES
+    if node.packet == "autopar.route":
+        return (sorted_keys,)
+    rows = 2.0 * sent_rows(node, option, metas, mesh)
+    return (sorted_keys, rows, rows) if moved_axes(option) else (0.0, rows, 0.0)
+
+
+MOVING: Mapping[str, int] = {"autopar.route": 0, "autopar.send": 1, "autopar.collect": 1}
+"""Ops that put rows into the order of experts, or back, with the position of the experts of each token."""
 
 CHUNKED = frozenset({"autopar.linear_nll", "autopar.linear_nll_backward"})
 SORTING = frozenset({"autopar.experts_mm", "autopar.experts_mm_weight"})

@@ -22,6 +22,8 @@ MAKES_NEW = frozenset(
         "aten.embedding_dense_backward",
         "autopar.experts_mm",
         "autopar.experts_mm_weight",
+        "autopar.routed_mm",
+        "autopar.routed_mm_weight",
     }
 )
 """Ops whose results are never views."""

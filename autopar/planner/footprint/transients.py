@@ -17,6 +17,7 @@ from autopar.planner.footprint import transients_of_indexing as indexing
 from autopar.planner.footprint import transients_of_losses as losses
 from autopar.planner.footprint import transients_of_norms as norms
 from autopar.planner.footprint import transients_of_products as products
+from autopar.planner.footprint import transients_of_routing as routing
 from autopar.planner.footprint import transients_of_windows as windows
 from autopar.planner.footprint.layouts import NEEDS_CONTIGUOUS
 from autopar.planner.footprint.local_op import Formulas, LocalOp, local_op, windowed
@@ -54,7 +55,7 @@ def min_transients(node: Node, option: Strategy, metas: Sequence[TensorMeta], me
 
 FORMULAS: Formulas = {
     name: formula
-    for family in (attention, indexing, losses, norms, products, windows)
+    for family in (attention, indexing, losses, norms, products, routing, windows)
     for name, formula in family.FORMULAS.items()
 }
 """The formulas of all families of ops."""

@@ -19,6 +19,7 @@ PRODUCTS = frozenset(
         "aten.convolution_backward",
         "autopar.attention_backward",
         "autopar.experts_mm",
+        "autopar.routed_mm",
     }
 )
 """Ops by which the chain is recognised. A reduced gradient that is only cast or added to another is at the chain's

@@ -19,7 +19,7 @@ from autopar.cost_models import (
 )
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.footprint.implementations import extra_passes, implementation
+from autopar.planner.footprint.implementations import extra_passes, implementation, sent_rows
 from autopar.planner.footprint.op_work import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
 from autopar.planner.pricing.fused import Fused
@@ -31,7 +31,7 @@ from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.sharding.spec import length
 from autopar.solver import Edge
-from autopar.strategies import combine, flops, halos, lent
+from autopar.strategies import combine, find_rule, flops, halos, lent, moved_axes
 from autopar.strategies.registry import find_combining, find_lending, find_windows
 
 Array = npt.NDArray[np.float64]
@@ -297,7 +297,8 @@ class Prices:
         passes = np.array([extra_passes(node, o, metas, self.mesh) for o in options])
         if passes.size:
             seconds = seconds + self.compute.seconds_array(0.0, passes, dtype, "memory").sum(axis=1)
-        if find_windows(node) is None and find_combining(node) is None and find_lending(node) is None:
+        exchanging = (find(node) for find in (find_windows, find_combining, find_lending))
+        if all(found is None for found in exchanging) and not _moves(node):
             return seconds
         inside: Array = np.array([self._exchange_seconds(node, metas, o) for o in options])
         return seconds + inside
@@ -319,6 +320,10 @@ class Prices:
             for axis in reversed(summary.axes if summary else ()):
                 nbytes *= self.mesh.shape[axis]
                 found.append(Sent("all_gather", 0, axis, nbytes, costs.seconds("all_gather", nbytes, axis)))
+        for axis in moved_axes(option):
+            nbytes = sent_rows(node, option, metas, self.mesh)
+            seconds = self.collectives.seconds("all_to_all", nbytes, axis)
+            found.append(Sent("all_to_all", 0, axis, nbytes, seconds))
         return (*found, *self._lent(node, metas, option))
 
     def _lent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> Iterator[Sent]:
@@ -344,8 +349,8 @@ class Prices:
         lent and results that come back to the others.
         """
         sent = self.sent(node, metas, option)
-        if not sent:
-            return 0.0
+        if not sent or _moves(node):
+            return sum(s.seconds for s in sent)
         launch_s, s_per_byte = self.compute.copy_line()
         made = lent(node, option, tuple(metas), self.mesh)
         windows = {h.operand: 2 for h in halos(node, option, tuple(metas), self.mesh) or () if h.copies}
@@ -371,9 +376,13 @@ class Prices:
             costs: prices of collectives; by default with a launch for each.
         """
         costs = costs or self.collectives.of(meta.dtype)
-        key = (meta.shape, meta.itemsize, id(costs), sources, targets)
+        key = (meta, id(costs), sources, targets)
         if key not in self._pairs:
-            self._pairs[key] = all_pairs(sources, targets, meta.shape, meta.itemsize, self.mesh, costs)
+            found = all_pairs(sources, targets, meta.shape, meta.itemsize, self.mesh, costs)
+            if meta.routed:  # other cuts are other rows
+                same = [[a.dims[: meta.routed] == b.dims[: meta.routed] for b in targets] for a in sources]
+                found = np.where(same, found, math.inf)
+            self._pairs[key] = found
         return self._pairs[key]
 
     def path(self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta, *, hiding: bool = False) -> Path:
@@ -465,6 +474,12 @@ class Prices:
         if not use.rerun:
             return self._redistribution_seconds(made, taken, use.meta)
         return np.array([[0.0 if t is None or s == t else math.inf for t in taken] for s in made])
+
+
+def _moves(node: Node) -> bool:
+    """Whether some strategies of an op send rows to other ranks."""
+    rule = find_rule(node)
+    return rule is not None and bool(rule.moves)
 
 
 def _distinct(specs: Sequence[ShardingSpec]) -> tuple[tuple[ShardingSpec, ...], list[int]]:

@@ -1,5 +1,9 @@
-"""One model as two graphs, with losses over whole logits and in chunks, and the better plan of both.
+"""One model as several graphs, and the best plan of all.
 
+Experts are planned with the rows of each token and, where ranks may send each other tokens, with routed rows. Each form
+gets an equal part of the time, and the one of the shorter step is taken.
+
+Losses are planned over whole logits and in chunks.
 Over whole logits costs less, in chunks holds less: so only where the first's free optimum is over the budget is the
 second planned too, in half of the time that is left. It is the root of a branch and bound: a binary choice whose two
 problems are solved apart. The bound of the pair is the smaller one.
@@ -9,14 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import ConstraintError, InfeasibleError
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError, PlanError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
+from autopar.planner.graphs.routed import room_of, with_routed_experts
 from autopar.planner.options import Options
 from autopar.planner.search.phases import Reruns
 from autopar.planner.search.search import Planned, plan_graph
@@ -33,11 +38,41 @@ ALL = 0
 def plan_forms(
     graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None
 ) -> Planned:
-    """``plan_graph``, where the budget binds also with losses in chunks; ``decisions.graph`` is what was planned.
+    """``plan_graph``, also with routed experts, and where the budget binds with losses in chunks.
+
+    ``decisions.graph`` is what was planned.
 
     Raises:
         InfeasibleError, ConstraintError: see there.
     """
+    room = options.expert_room
+    routed = with_routed_experts(graph, room) if room is not None and _may_route(mesh, options) else graph
+    if routed is graph:
+        return _plan_losses(graph, mesh, cluster, options, progress)
+    each, found, refused = (
+        replace(options, time_limit_s=options.time_limit_s / 2),
+        list[Planned](),
+        list[AutoparError](),
+    )
+    for form in (graph, routed):
+        try:
+            found.append(_plan_losses(form, mesh, cluster, each, progress))
+        except (ConstraintError, PlanError, InfeasibleError) as error:  # one may name what is in one form alone
+            refused.append(error)
+    if not found:
+        infeasible = [error for error in refused if isinstance(error, InfeasibleError)]
+        raise min(infeasible, key=_least_bytes) if infeasible else refused[0]
+    return _bounded_by_all(min(found, key=lambda p: (p.timeline.seconds, p.solution.objective)), found, options)
+
+
+def _may_route(mesh: Mesh, options: Options) -> bool:
+    """Whether ranks may send each other rows: how many is only known at run time, so Inductor cannot compile it, and
+    there is no formula for a range of sizes."""
+    searches = options.search in ("joint", "two-stage") or options.search.startswith("baseline:")
+    return mesh.size > 1 and options.backend == "eager" and options.ranges is None and searches
+
+
+def _plan_losses(graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None) -> Planned:
     other = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
     if other is graph or options.search not in ("joint", "two-stage"):
         return plan_graph(graph, mesh, cluster, options, progress)
@@ -87,7 +122,12 @@ def _better_of(
             raise min((*refused, error), key=_least_bytes) from None
         return found[0]
     best = min((own, *found), key=lambda p: (p.solution.objective, p.timeline.seconds))
-    cost, bound = best.solution.objective, min(p.solution.lower_bound for p in (own, *found))
+    return _bounded_by_all(best, (own, *found), options)
+
+
+def _bounded_by_all(best: Planned, found: Sequence[Planned], options: Options) -> Planned:
+    """The best plan, with the smallest bound of the forms."""
+    cost, bound = best.solution.objective, min(p.solution.lower_bound for p in found)
     proven = cost - bound <= options.gap * cost
     return replace(best, solution=replace(best.solution, lower_bound=bound, proven=proven))
 
@@ -100,7 +140,12 @@ def _least_bytes(error: InfeasibleError) -> float:
 def as_planned(graph: Graph, digest: str, program: Program) -> Graph:
     """The form of ``graph`` that a plan knows by this digest; of another size of its range, that whose nodes its
     program runs. Itself where the plan is for neither."""
-    forms = (graph, *(with_chunked_losses(graph, least) for least in (*CHUNKS.values(), ALL)))
+    graphs = (graph, with_routed_experts(graph, room_of(program)))
+    forms = [
+        form
+        for own in graphs
+        for form in (own, *(with_chunked_losses(own, least) for least in (*CHUNKS.values(), ALL)))
+    ]
     nodes = {op.node for op in program.ops if op.kind == "compute"}
     known = next((form for form in forms if form.digest == digest), None)
     return known or next((form for form in forms if nodes <= form.by_name.keys()), graph)

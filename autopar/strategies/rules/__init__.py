@@ -16,6 +16,7 @@ from autopar.strategies.rules import (
     pooling,
     reductions,
     resampling,
+    routing,
     views,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "pooling",
     "reductions",
     "resampling",
+    "routing",
     "views",
 ]

@@ -165,7 +165,7 @@ def _lower_fallback(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) ->
 # rank with some of the experts ``e`` computes zeros for the rows of the others.
 
 
-def _keeping_alignment(name: str, meta: TensorMeta, length: int) -> str:
+def keeping_alignment(name: str, meta: TensorMeta, length: int) -> str:
     """Return a factor that keeps alignment. Unaligned rows do not use the kernel, so they may be cut anywhere."""
     return name if length * meta.itemsize % ALIGNMENT_BYTES else _aligned(name, meta)
 
@@ -174,7 +174,7 @@ def _expert_terms(rows: TensorMeta, ids: TensorMeta, k: int, n: int, node: Node)
     """Return the terms of the rows, the matrices, the ids and the products."""
     lead = names(len(rows.shape) - 1, "t")
     each = [*lead, "r"][: len(ids.shape)]
-    of_k, of_n = _keeping_alignment("k", rows, k), _keeping_alignment("n", rows, n)
+    of_k, of_n = keeping_alignment("k", rows, k), keeping_alignment("n", rows, n)
     matrix = f"e {of_n} {of_k}" if node.kwarg("transposed") else f"e {of_k} {of_n}"
     return " ".join([*lead, of_k]), matrix, " ".join(each) or "-", " ".join([*each, of_n])
 
