@@ -133,8 +133,10 @@ def test_a_program_by_kernels_is_the_eager_program(name, dtype) -> None:
     eager, composed = simulated(lowered, of, mesh), passes.compose(lowered, of.capture.graph)
     found, launched = by_kernels(composed, of, mesh)
     assert launched >= {"lookup", "lookup_backward", "statistics", "nll", "nll_backward", "add_norm", "norm_backward"}
-    # Every norm is in a kernel, but that of GPT-2 behind the embeddings, whose sum broadcasts, and the last gradient.
-    assert (calls(composed, "add_norm"), calls(composed, "norm_backward")) == {"gpt2": (4, 4), "llama": (5, 5)}[name]
+    # Every norm is in a kernel, but that of GPT-2 behind the embeddings, whose sum broadcasts. So is every gradient but
+    # that of one, whose sum a plan may take behind a collective.
+    norms = {"gpt2": 4, "llama": 5}[name]
+    assert calls(composed, "add_norm") == norms and calls(composed, "norm_backward") in (norms - 1, norms)
     tolerance = 2e-5 if dtype == "float32" else 3e-2
     assert_equal(found, eager, tolerance)
     assert_equal(simulated(composed, of, mesh), eager, tolerance)

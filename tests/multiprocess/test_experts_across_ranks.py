@@ -11,7 +11,7 @@ import transformers
 
 from autopar.errors import RankError
 from autopar.strategies import moved_axes
-from tests.multiprocess.test_emitted_files import checked_model
+from tests.multiprocess.test_emitted_files import checked
 from tests.multiprocess.training_models import gradient_distance, pair
 from tests.ranks import run_ranks
 
@@ -112,5 +112,5 @@ def test_rows_beyond_the_room_raise_on_all_ranks_and_change_nothing(pool) -> Non
 
 
 def test_an_emitted_file_runs_without_autopar(tmp_path) -> None:
-    plan = checked_model(_model().float(), _batch(0), 2, tmp_path, search="baseline:EP x FSDP", expert_room=4.0)
+    plan = checked((_model().float(), _batch(0)), 2, tmp_path, search="baseline:EP x FSDP", expert_room=4.0)
     assert any(op.strategy and moved_axes(op.strategy) for op in plan.program.ops)
