@@ -59,7 +59,7 @@ def launches(name: str, mesh: tuple[int, ...], search: str) -> tuple[Launches, L
 
 
 def joined(launches: Launches) -> Launches:
-    """Permutes that follow each other as one: a loan's rows and their logarithms go apart, and the plan adds them up."""
+    """Permutes that follow each other as one: a loan sends logarithms apart, which the plan adds to the rows."""
     return [a for a, b in zip(launches, [None, *launches], strict=False) if a != b or a[0] != "permute"]
 
 
