@@ -174,6 +174,13 @@ def autoparallelize(
         if source is not None and (isinstance(given, PipelinePlan) or (given is None and is_pipelined(mesh, wanted))):
             raise PlanError("The programs of a pipeline cannot be edited.", found="source", hint="leave source out.")
         edited = None if source is None else _edited_text(given, source, wanted.backend)
+        if wanted.pipeline is not None and given is None and mesh is None:
+            raise MeshError(
+                "A pipeline without a mesh is chosen by a plan.",
+                found=f"pipeline={wanted.pipeline.stages!r}, mesh=None",
+                hint="give the mesh, or plan first: autoparallelize(model, inputs, plan=autopar.plan(model, inputs, "
+                'pipeline="auto")).',
+            )
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         if given is not None:
             kept = ("batch", "outputs", "mixed_precision", "accumulation_steps")
