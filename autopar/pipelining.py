@@ -22,7 +22,7 @@ from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
-from autopar.planner.pipeline.search import PlannedPipeline, pipelines_by_hand, plan_pipeline
+from autopar.planner.pipeline.search import pipelines_by_hand, plan_pipeline
 from autopar.planner.pipeline.stages import Stage, cut, seams
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planning import MeshLike, capture_model
@@ -231,10 +231,9 @@ def pipeline_plan(
     began = time.perf_counter()
     found = plan_pipeline(capture.graph, mesh, sized, options, asked, progress)
     stage_mesh, part = without_axis(mesh, AXIS, sized)
-    plans = tuple(
-        stage_plan(planned, capture, stage_mesh, part, _stage_options(found, options, s))
-        for s, planned in enumerate(found.planned)
-    )
+    steps = found.schedule.micro_batches * options.accumulation_steps
+    summing = dataclasses.replace(options, accumulation_steps=steps)
+    plans = tuple(stage_plan(planned, capture, stage_mesh, part, summing) for planned in found.planned)
     prologue = None
     if found.micro.prologue is not None:
         free = dataclasses.replace(options, memory_budget_bytes=None, constraints={}, outputs="whole", search="joint")
@@ -281,10 +280,6 @@ def records_by_hand(
         )
         for name, found in pipelines_by_hand(capture.graph, plan.mesh, sized, options, plan.micro_batches)
     )
-
-
-def _stage_options(found: PlannedPipeline, options: Options, stage: int) -> Options:
-    return dataclasses.replace(options, accumulation_steps=found.schedule.micro_batches * options.accumulation_steps)
 
 
 def stage_plan(planned: Planned, capture: Capture, mesh: Mesh, cluster: Cluster, options: Options) -> Plan:

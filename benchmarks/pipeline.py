@@ -8,8 +8,7 @@ process. The two programs alternate step by step, so that other work on the mach
 the median over the rounds of the ratio of their times in one round, and how far the loss of the first step, whose
 labels are uneven over the micro-batches, is from that of one process.
 
-Predicted: the step of the chosen pipeline beside that of the best plan without one, and of the fastest pipeline with
-equal numbers of blocks in a named schedule.
+Predicted: the step of the chosen pipeline beside that of the best plan without one.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ class SetUp:
 
 
 def _slow_network() -> str:
-    """Nodes of eight GPUs that share one 25 Gb/s card."""
+    """Nodes of eight GPUs that share one network card."""
     text = autopar.Cluster.load("dgx-a100").to_toml()
     return text.replace("nics = 8", "nics = 1")
 

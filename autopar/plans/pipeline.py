@@ -18,7 +18,7 @@ from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, Timeline, in_flight, simulate
 from autopar.pipelines.request import AXIS
 from autopar.plans.pipeline_table import pipeline_differences, pipeline_table
-from autopar.plans.plan import Plan, checked_read, read_json, write_text
+from autopar.plans.plan import Plan, checked_read, read_json, read_text, write_text
 from autopar.plans.records import Collective
 from autopar.plans.typed import entries, require
 
@@ -243,12 +243,7 @@ def load_plan(path: str | Path) -> Plan | PipelinePlan:
     Raises:
         PlanError: if the file is missing, is not a plan, or has a newer version.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, TypeError, ValueError) as error:
-        hint = "give the path of a saved plan."
-        raise PlanError("The plan cannot be read.", found=f"{path!s:.200}: {error}", hint=hint) from None
-    return plan_from_json(text, str(path))
+    return plan_from_json(read_text(path), str(path))
 
 
 def plan_from_json(text: str, where: str = "text") -> Plan | PipelinePlan:

@@ -150,12 +150,7 @@ class Plan(PlanRecord):
         Raises:
             PlanError: if the file is missing, is not a plan, or has a newer version.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, TypeError, ValueError) as error:
-            hint = "give the path of a saved plan."
-            raise PlanError("The plan cannot be read.", found=f"{path!s:.200}: {error}", hint=hint) from None
-        return Plan.from_json(text, str(path))
+        return Plan.from_json(read_text(path), str(path))
 
     @staticmethod
     def from_json(text: str, where: str = "text") -> Plan:
@@ -186,6 +181,19 @@ class Plan(PlanRecord):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle only the JSON text: the explainer holds the whole problem, and stays in this process."""
         return Plan.from_json, (self.to_json(),)
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a saved plan.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, TypeError, ValueError) as error:
+        hint = "give the path of a saved plan."
+        raise PlanError("The plan cannot be read.", found=f"{path!s:.200}: {error}", hint=hint) from None
 
 
 def read_json(text: str, where: str) -> Any:

@@ -33,9 +33,8 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
 
     What is not decided in ``planned``, such as the spec of what crosses a seam, is decided anew.
     """
-    if planned.decisions.graph.by_name.keys() - graph.by_name.keys():
-        chunked = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
-        graph = chunked if _shared(planned, chunked) > _shared(planned, graph) else graph
+    chunked = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
+    graph = max(graph, chunked, key=lambda form: _shared(planned, form))
     options = replace(options, device=cluster.device.kind)
     forced = resolve(graph, mesh, options.constraints, options.aliases)
     d = decide(graph, mesh, options, forced, recompute=planned.decisions.recomputes)

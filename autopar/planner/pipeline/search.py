@@ -6,7 +6,7 @@ takes longer than need be, each schedule is simulated exactly with the stages' o
 are planned stage by stage. A stage takes the choices of the whole plan where they fit, else it is searched.
 
 The whole model with as many micro-batches in flight as there are ranks, on a device that has the memory of all ranks
-of the pipeline, holds what the ranks hold together. So the whole plan is made for that budget.
+of the pipeline, holds what the ranks hold together. Where no pipeline fits, the whole is planned for that budget.
 """
 
 from __future__ import annotations
