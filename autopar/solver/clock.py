@@ -189,7 +189,9 @@ def on_the_wall(seconds: float) -> float:
 def until_the_limit(seconds: float) -> float:
     """At least these, else what is left on the wall: for what looks at this clock besides."""
     race = _here.race
-    return seconds if race is None else max(seconds, race.limit_s - race.gone())
+    if race is None:
+        return seconds
+    return max(seconds, race.limit_s - race.gone()) if _clock.ends_by_wall else AGES_S
 
 
 def hurried() -> bool:

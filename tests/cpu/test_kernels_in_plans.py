@@ -137,7 +137,8 @@ def test_a_program_by_kernels_is_the_eager_program(name, dtype) -> None:
     # that of one, whose sum a plan may take behind a collective.
     norms = {"gpt2": 4, "llama": 5}[name]
     assert calls(composed, "add_norm") == norms and calls(composed, "norm_backward") in (norms - 1, norms)
-    tolerance = 2e-5 if dtype == "float32" else 3e-2
+    # What two bfloat16 programs round apart: a dozen units in the last place of the largest gradient.
+    tolerance = 2e-5 if dtype == "float32" else 5e-2
     assert_equal(found, eager, tolerance)
     assert_equal(simulated(composed, of, mesh), eager, tolerance)
 
