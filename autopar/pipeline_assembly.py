@@ -19,7 +19,7 @@ from autopar.errors import PlanError
 from autopar.ir import Value
 from autopar.mesh import Cluster
 from autopar.pipelines.request import AXIS, Pipeline
-from autopar.pipelining import Staged, pipeline_plan, staged
+from autopar.pipelining import SPLIT_TITLE, Staged, pipeline_plan, staged
 from autopar.planner import Options
 from autopar.planner.pipeline.stages import Stage
 from autopar.planning import MeshLike, as_planned, batch_of, capture_model
@@ -41,12 +41,12 @@ from autopar.runtime.pipeline.module import PipelineModule
 from autopar.runtime.pipeline.norms import norms_over_pipelines
 from autopar.runtime.pipeline.running import run_pipeline
 from autopar.runtime.pipeline.simulation import PipelineSimulation, simulate_pipeline, simulated
-from autopar.runtime.pipeline.stage import Parts, StagePrograms
 from autopar.runtime.pipeline.state import PipelineProgram, PipelineState
 from autopar.runtime.requests import variant_key
 from autopar.runtime.variants import Variant
 from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered
+from autopar.spmd.pipeline.stage import Parts, StagePrograms
 from autopar.spmd.placements import from_placements, to_placements
 from autopar.tracer import Capture
 from autopar.tracer.calls import Call, bind
@@ -405,7 +405,7 @@ def _parts(own: Capture, plan: Plan, local: Lowered, options: Options) -> Parts 
     halves = passes.split_backward(local, plan.program)
     if halves is None:
         return None
-    text = codegen.emit(halves, plan.mesh, ["The backward in two parts."])
+    text = codegen.emit(halves, plan.mesh, [SPLIT_TITLE])
     functions = codegen.load(text, f"autopar_{plan.digest}_parts", own.graph)
     if options.backend == "inductor":
         functions |= {

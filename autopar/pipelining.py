@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autopar import kernels, planner
+from autopar import codegen, kernels, passes, planner
 from autopar.arguments import as_mesh
 from autopar.emission import emitted, lowered
 from autopar.errors import InfeasibleError, InputError, MeshError, PlanError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, candidate_meshes, without_axis
+from autopar.pipelines.actions import Schedule
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner import Options, Planned
 from autopar.planner.answers.make_plan import make_plan
@@ -251,6 +252,11 @@ def pipeline_plan(
         costs=found.costs,
         prologue=prologue,
         outputs=dict(found.micro.outputs),
+        buffers=dict(found.micro.buffers),
+        split=tuple(
+            split_source(plan, planned) if _is_split(found.schedule, s) else ""
+            for s, (plan, planned) in enumerate(zip(plans, found.planned, strict=True))
+        ),
         tied=tied_parameters(found.stages),
         step_time=found.seconds,
         lower_bound=found.bound,
@@ -289,6 +295,19 @@ def stage_plan(planned: Planned, capture: Capture, mesh: Mesh, cluster: Cluster,
     source = emitted(made, lowered(made, graph), dataclasses.replace(capture, graph=graph))
     named = sorted({name for op in planned.program.ops for name in op.kernels})
     return dataclasses.replace(made, source=source, kernels={name: kernels.source(name) for name in named})
+
+
+def _is_split(schedule: Schedule, stage: int) -> bool:
+    return any(a.kind == "I" and a.stage == stage for a in schedule.order[schedule.rank_of[stage]])
+
+
+def split_source(plan: Plan, planned: Planned) -> str:
+    """Return the text of a stage's backward in two parts; "" where it cannot be split."""
+    halves = passes.split_backward(lowered(plan, planned.decisions.graph), plan.program)
+    return "" if halves is None else codegen.emit(halves, plan.mesh, [SPLIT_TITLE])
+
+
+SPLIT_TITLE = "The backward in two parts: forward is that of the inputs, backward and accumulate that of the weights."
 
 
 def tied_parameters(stages: Sequence[Stage]) -> Mapping[str, tuple[int, ...]]:

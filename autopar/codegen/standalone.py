@@ -8,14 +8,14 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.mesh import Mesh
 from autopar.sharding.spec import ShardingSpec
@@ -40,25 +40,45 @@ def main(program: Mapping[str, Any]) -> None:
     Args:
         program: the namespace of an emitted module.
     """
-    parser = argparse.ArgumentParser(description=program["__doc__"], formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--state", help="file of torch.save(model.state_dict(), ...); default random values")
     what = "the global batch, micro-batches concatenated" if "SUMS" in program else "the global batch"
-    parser.add_argument("--batch", help=f"file of torch.save({{name: tensor}}, ...), {what}; default random values")
+    arguments = read_arguments(program["__doc__"], what)
+    rank = ProcessRank(join(tuple(program["MESH"][0]), tuple(program["MESH"][1])))
+    torch.manual_seed(arguments.seed)
+    given = read_files(arguments)
+    take_steps(lambda: _step_naming_module_in_errors(program, rank, given, arguments.seed), arguments)
+
+
+def read_arguments(doc: str, batch: str) -> argparse.Namespace:
+    """Read the command line.
+
+    Args:
+        batch: what the file of the batch holds.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--state", help="file of torch.save(model.state_dict(), ...); default random values")
+    parser.add_argument("--batch", help=f"file of torch.save({{name: tensor}}, ...), {batch}; default random values")
     parser.add_argument("--out", help="file for global outputs, gradients and buffers, written by rank 0")
     parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of random values")
     parser.add_argument("--steps", type=int, default=1, help="steps to take; parameters do not change")
-    arguments = parser.parse_args()
-    rank = join(tuple(program["MESH"][0]), tuple(program["MESH"][1]))
-    torch.manual_seed(arguments.seed)
+    return parser.parse_args()
+
+
+def read_files(arguments: argparse.Namespace) -> dict[str, Tensor]:
+    """Read the tensors that the user gives."""
     given: dict[str, Tensor] = {}
     for path in (arguments.state, arguments.batch):
         given |= torch.load(path, map_location="cpu", weights_only=True) if path else {}
     if arguments.state:
         given[STATE] = torch.empty(0)
+    return given
+
+
+def take_steps(step: Callable[[], dict[str, dict[str, Tensor]]], arguments: argparse.Namespace) -> None:
+    """Take steps, print their scalar outputs, and write the results of the last to a file if asked."""
     result: dict[str, dict[str, Tensor]] = {}
     for _ in range(arguments.steps):
         start = time.perf_counter()
-        result = _step_naming_module_in_errors(program, rank, given, arguments.seed)
+        result = step()
         if dist.get_rank() == 0:
             shown = ", ".join(f"{n} {t.item():.6f}" for n, t in result["outputs"].items() if t.numel() == 1)
             print(f"{shown or 'done'}  ({(time.perf_counter() - start) * 1e3:.1f} ms)", flush=True)  # noqa: T201
@@ -75,11 +95,16 @@ def _step_naming_module_in_errors(
     try:
         return step(program, rank, given, seed)
     except Exception as error:
-        line, module = failed_at(error, program["__file__"], Path(program["__file__"]).read_text())
-        if line:
-            place = f"{module!r} of the model" if module else "the model's own forward"
-            annotate(error, f"This is line {line} of the program, {place}")
+        name_module(error, program["__file__"])
         raise
+
+
+def name_module(error: BaseException, filename: str) -> None:
+    """Add the model's module to an error of a program."""
+    line, module = failed_at(error, filename, Path(filename).read_text())
+    if line:
+        place = f"{module!r} of the model" if module else "the model's own forward"
+        annotate(error, f"This is line {line} of the program, {place}")
 
 
 def failed_at(error: BaseException, filename: str, source: str) -> tuple[int, str]:
@@ -102,8 +127,8 @@ def annotate(error: BaseException, note: str) -> None:
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
-def join(shape: tuple[int, ...], names: tuple[str, ...]) -> ProcessRank:
-    """Join the job, and return this process as a rank of the program's mesh."""
+def join(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Join the job, and return the program's mesh."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -119,7 +144,7 @@ def join(shape: tuple[int, ...], names: tuple[str, ...]) -> ProcessRank:
             f"This program is for {size} processes, but the job has {dist.get_world_size()}. "
             f"Use torchrun --nproc-per-node {size} ..."
         )
-    return ProcessRank(init_device_mesh(kind, shape, mesh_dim_names=names))
+    return init_device_mesh(kind, shape, mesh_dim_names=names)
 
 
 def step(
@@ -143,7 +168,7 @@ def step(
         outputs, buffers, back = _forward(program, rank, held, seed + count - 1, sums)
         gradients = program["backward"](rank, back)
         grads = {
-            name: _whole(t, shape, spec, rank)
+            name: whole(t, shape, spec, rank)
             for t, (kind, name, _, shape, spec) in zip(gradients, program["GRADIENTS"], strict=True)
             if kind == "gradient"
         }
@@ -154,9 +179,9 @@ def _part(program: Mapping[str, Any], given: Mapping[str, Tensor], number: int) 
     """Return a micro-batch's slice of inputs in which all micro-batches are concatenated along dim 0."""
     count, found = program.get("MICRO_BATCHES", 1), {}
     for kind, name, _, shape, _ in program["INPUTS"]:
-        whole = given.get(name) if kind == "input" else None
-        if whole is not None and count > 1 and len(shape) and tuple(whole.shape) == (count * shape[0], *shape[1:]):
-            found[name] = whole[number * shape[0] : (number + 1) * shape[0]]
+        value = given.get(name) if kind == "input" else None
+        if value is not None and count > 1 and len(shape) and tuple(value.shape) == (count * shape[0], *shape[1:]):
+            found[name] = value[number * shape[0] : (number + 1) * shape[0]]
     return found
 
 
@@ -168,8 +193,8 @@ def _forward(
     results = made[: len(program["OUTPUTS"])]
     back = [*made[len(results) :]]
     del made
-    whole = [_whole(t, row[3], row[4], rank) for t, row in zip(results, program["OUTPUTS"], strict=True)]
-    rows = [(row[0], row[1], t) for row, t in zip(program["OUTPUTS"], whole, strict=True)]
+    found = [whole(t, row[3], row[4], rank) for t, row in zip(results, program["OUTPUTS"], strict=True)]
+    rows = [(row[0], row[1], t) for row, t in zip(program["OUTPUTS"], found, strict=True)]
     back += [
         sums.pop(row[1]) if row[0] == "accumulator" and row[1] in sums else _tangent(row, rank)
         for row in program["TANGENTS"]
@@ -180,19 +205,29 @@ def _forward(
 
 def _input_shard(row: Row, rank: ProcessRank, given: Mapping[str, Tensor], seed: int) -> Tensor:
     """Return this rank's shard of an input."""
-    kind, name, dtype, shape, spec = row
-    if kind == "seed":
+    if row[0] == "seed":
         return torch.tensor(seed, device=rank.device)
-    whole = given.get(name)
-    if whole is None and (kind in ("buffer", "constant") or (kind == "parameter" and STATE in given)):
+    return shard(value_of(row, given), row, rank)
+
+
+def value_of(row: Row, given: Mapping[str, Tensor]) -> Tensor:
+    """Return the global value of an input: a given one, or random numbers where that will do."""
+    kind, name, dtype, shape, _ = row
+    if name in given:
+        return given[name]
+    if kind in ("buffer", "constant") or (kind == "parameter" and STATE in given):
         raise SystemExit(f"The {kind} {name} is in none of the given files. {UNSAVED if kind == 'buffer' else MISSING}")
-    if whole is None:
-        wanted = getattr(torch, dtype)
-        random = torch.randn(shape).mul_(0.02 if kind == "parameter" else 1.0)
-        whole = random.to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
-    if tuple(whole.shape) != tuple(shape):
-        raise SystemExit(f"{name} has shape {tuple(whole.shape)}, but the program is for {tuple(shape)}.")
-    part = whole[ShardingSpec.parse(spec).local_slices(tuple(shape), rank.mesh, rank.coordinate)]
+    wanted = getattr(torch, dtype)
+    random = torch.randn(shape).mul_(0.02 if kind == "parameter" else 1.0)
+    return random.to(wanted) if wanted.is_floating_point else torch.zeros(shape, dtype=wanted)
+
+
+def shard(value: Tensor, row: Row, rank: ProcessRank) -> Tensor:
+    """Return this rank's shard of a global value."""
+    _, name, dtype, shape, spec = row
+    if tuple(value.shape) != tuple(shape):
+        raise SystemExit(f"{name} has shape {tuple(value.shape)}, but the program is for {tuple(shape)}.")
+    part = value[ShardingSpec.parse(spec).local_slices(tuple(shape), rank.mesh, rank.coordinate)]
     return part.detach().to(rank.device, getattr(torch, dtype)).contiguous().clone()
 
 
@@ -204,15 +239,21 @@ def _tangent(row: Row, rank: ProcessRank) -> Tensor:
     return torch.full(local, fill, dtype=getattr(torch, dtype), device=rank.device)
 
 
-def _whole(shard: Tensor, shape: Sequence[int], spec: str, rank: ProcessRank) -> Tensor:
-    """Return the global tensor from the shards of all ranks."""
+def whole(
+    shard: Tensor, shape: Sequence[int], spec: str, rank: ProcessRank, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the global tensor from the shards of all ranks.
+
+    Args:
+        group: the ranks of the mesh, if others are in the job.
+    """
     sharding = ShardingSpec.parse(spec)
-    if not sharding.axes or dist.get_world_size() == 1:
+    if not sharding.axes or rank.mesh.size == 1:
         return shard.detach().cpu()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, shard.detach().cpu())
-    whole = torch.zeros(tuple(shape), dtype=shard.dtype)
+    found: list[Any] = [None] * rank.mesh.size
+    dist.all_gather_object(found, shard.detach().cpu(), group=group)
+    made = torch.zeros(tuple(shape), dtype=shard.dtype)
     for position in reversed(range(rank.mesh.size)):
         at = sharding.local_slices(tuple(shape), rank.mesh, rank.mesh.coordinate(position))
-        whole[at] = found[position]
-    return whole
+        made[at] = found[position]
+    return made

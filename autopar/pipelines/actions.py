@@ -17,6 +17,10 @@ from autopar.errors import PlanError
 Kind = Literal["F", "B", "I", "W"]
 """Forward; whole backward; backward of the inputs; backward of the weights, which nothing waits for."""
 
+Joined = Literal["sum", "concatenate", "same"]
+"""How a result of the whole batch follows from those of its micro-batches: their sum, their concatenation along dim 0,
+or any of them."""
+
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _MERGED = re.compile(r"\((.*)\)OVERLAP_F_B")
 

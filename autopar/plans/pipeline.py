@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import sys
 from collections.abc import Mapping
@@ -10,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
-from autopar.pipelines.actions import Schedule
+from autopar.pipelines.actions import Joined, Schedule
 from autopar.pipelines.makespan import Costs, Timeline, in_flight, simulate
 from autopar.pipelines.request import AXIS
 from autopar.plans.pipeline_table import pipeline_differences, pipeline_table
@@ -22,7 +23,6 @@ from autopar.plans.plan import Plan, checked_read, read_json, read_text, write_t
 from autopar.plans.records import Collective
 from autopar.plans.typed import entries, require
 
-Assembled = Literal["sum", "concatenate", "same"]
 FORMAT = "autopar-pipeline"
 FORMAT_VERSION = 1
 
@@ -44,6 +44,8 @@ class PipelinePlan:
         costs: seconds and bytes of each stage.
         prologue: the plan of what is computed of the whole batch's inputs before the first forward; None if nothing is.
         outputs: how outputs are put together over micro-batches, by name.
+        buffers: the same for new values of buffers; None where each micro-batch reads what the one before it wrote.
+        split: the source of each stage's backward in two parts; "" where the schedule runs it in one.
         tied: names of the parameters that several stages hold, with these stages.
         step_time: seconds of a step.
         lower_bound: seconds that no pipeline of these ranks and micro-batches can beat.
@@ -64,7 +66,9 @@ class PipelinePlan:
     schedule: Schedule
     costs: Costs
     prologue: Plan | None
-    outputs: Mapping[str, Assembled]
+    outputs: Mapping[str, Joined]
+    buffers: Mapping[str, Joined | None]
+    split: tuple[str, ...]
     tied: Mapping[str, tuple[int, ...]]
     step_time: float
     lower_bound: float
@@ -152,6 +156,8 @@ class PipelinePlan:
             "schedule": {"name": self.schedule.name, "order": self.schedule.to_text()},
             "costs": asdict(self.costs),
             "outputs": dict(self.outputs),
+            "buffers": dict(self.buffers),
+            "split": list(self.split),
             "tied": {name: list(stages) for name, stages in self.tied.items()},
             "step_time": self.step_time,
             "lower_bound": self.lower_bound,
@@ -192,16 +198,18 @@ class PipelinePlan:
         return f"<pre>{escape(pipeline_table(self))}</pre><details><summary>report</summary>{framed}</details>"
 
     def emit(self, path: str | Path) -> Path:
-        """Not for pipelines, whose ranks run different programs; ``stages[i].source`` is that of a stage.
+        """Write a program for each stage, and at ``path`` the one that runs them under torchrun with torch alone.
+
+        ``step.py`` reads ``step_stage0.py``, ``step_stage1.py`` and so on, which it needs beside it, and takes the
+        arguments that ``Plan.emit`` describes.
 
         Raises:
-            PlanError: always.
+            PlanError: if a file cannot be written.
         """
-        raise PlanError(
-            "The programs of a pipeline cannot be written as one file.",
-            found=f"{path!s:.200}, {len(self.stages)} stages",
-            hint="read plan.stages[0].source, or write a stage's program with plan.stages[0].emit(path).",
-        )
+        codegen = importlib.import_module("autopar.codegen.write")  # codegen knows plans, so plans do not import it
+        for name, text in codegen.pipeline_texts(self, Path(path).stem).items():
+            write_text(Path(path).with_name(name), text)
+        return Path(path)
 
     def diff(self, other: object) -> str:
         """Describe what differs between two plans of pipelines: predictions, schedule, cut, and each stage's plan.
@@ -288,6 +296,8 @@ def _from_data(data: Mapping[str, Any]) -> PipelinePlan:
         costs=costs,
         prologue=None if data["prologue"] is None else stage(data["prologue"]),
         outputs=data["outputs"],
+        buffers=data["buffers"],
+        split=tuple(entries(data["split"])),
         tied={name: tuple(entries(stages)) for name, stages in data["tied"].items()},
         step_time=data["step_time"],
         lower_bound=data["lower_bound"],
@@ -297,9 +307,9 @@ def _from_data(data: Mapping[str, Any]) -> PipelinePlan:
         candidates=tuple((text, s) for text, s in map(entries, entries(data["candidates"]))),
         timings=data["timings"],
     )
-    for name in ("step_time", "lower_bound"):
-        require(getattr(plan, name), float, name)
-    if len(plan.stages) != plan.schedule.stages or len(plan.starts) != len(plan.stages):
+    for name, kind in (("step_time", float), ("lower_bound", float), ("split", tuple[str, ...])):
+        require(getattr(plan, name), kind, name)
+    if not plan.schedule.stages == len(plan.stages) == len(plan.starts) == len(plan.split):
         raise ValueError("stages: as many as the schedule has")
     if list(plan.starts) != sorted(set(plan.starts)) or plan.starts[0] != 0 or plan.starts[-1] >= len(plan.blocks):
         raise ValueError("starts: ascending numbers of blocks")

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError
 from autopar.ir import Input, TensorMeta
 from autopar.mesh import Mesh
 from autopar.sharding import ShardingSpec
+from autopar.spmd.lowered import Key, key_of
 from autopar.spmd.placements import to_placements
 from autopar.spmd.ranks import Rank
 
@@ -32,10 +33,6 @@ class Place(Protocol):
     def mesh(self) -> Mesh: ...
     @property
     def device_mesh(self) -> DeviceMesh: ...
-
-
-Key = tuple[str, ShardingSpec, str]
-"""A parameter's name, and the spec and dtype in which a program accumulates its gradient; programs may differ."""
 
 
 @dataclass
@@ -85,10 +82,6 @@ class Sums:
         done, self.done = self.done, 0
         self.held.clear()
         return done
-
-
-def key_of(meaning: Input, spec: ShardingSpec, meta: TensorMeta) -> Key:
-    return meaning.name, spec, meta.dtype
 
 
 def summed(local: Tensor, spec: ShardingSpec, shape: tuple[int, ...], parameter: DTensor, place: Place) -> Tensor:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import fx
 
-from autopar.ir import Input, Output
+from autopar.ir import Input, Output, TensorMeta
 from autopar.sharding import ShardingSpec
 
 Ends: TypeAlias = Sequence[tuple[Input, ShardingSpec]]
 Results: TypeAlias = Sequence[tuple[Output, ShardingSpec]]
+
+
+class Key(NamedTuple):
+    """A parameter, and the spec and dtype in which a program accumulates its gradient; programs may differ."""
+
+    name: str
+    spec: ShardingSpec
+    dtype: str
+
+
+def key_of(meaning: Input, spec: ShardingSpec, meta: TensorMeta) -> Key:
+    """Return the key of an accumulator."""
+    return Key(meaning.name, spec, meta.dtype)
 
 
 @dataclass(frozen=True)

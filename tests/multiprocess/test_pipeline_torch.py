@@ -15,10 +15,10 @@ from torch.distributed.pipelining import schedules as theirs
 
 from autopar.ir import Input
 from autopar.pipelines.request import Pipeline
-from autopar.runtime.pipeline.loop import Loop
-from autopar.runtime.pipeline.stage import StagePrograms
 from autopar.runtime.tables import tables
 from autopar.sharding import ShardingSpec
+from autopar.spmd.pipeline.loop import Loop
+from autopar.spmd.pipeline.stage import StagePrograms
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.training_models import distance, llama, pair, seeded, tokens
 

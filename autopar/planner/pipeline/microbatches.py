@@ -23,16 +23,13 @@ from typing import Any, Literal
 from autopar.errors import InputError, PlanError
 from autopar.ir import FLOATS, Graph, Input, LocalOffset, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.pipelines.actions import Joined
 from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.graphs.dataflow import Dataflow, batch_size
 from autopar.planner.pipeline.indexed import SPECIAL, TIME, Option
 from autopar.sharding import LocalChoice, LocalLength, ShardingSpec, Strategy
 from autopar.strategies import combine, flops, localize, strategies
 from autopar.strategies.registry import LocalCall
-
-Joined = Literal["sum", "concatenate", "same"]
-"""How a result of the whole batch follows from those of its micro-batches: their sum, their concatenation along dim 0,
-or any of them."""
 
 PLACED = frozenset(
     {"autopar.dropout", "autopar.uniform", "autopar.attention", "autopar.attention_backward", "aten.narrow_copy"}

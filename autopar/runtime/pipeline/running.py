@@ -25,15 +25,15 @@ from autopar.runtime.agreement import warn_of_other_values
 from autopar.runtime.execution import check_backward, local_tangent, plain_outputs, spec_of, uncast
 from autopar.runtime.measured_steps import Marks, StepClock, stamp
 from autopar.runtime.pipeline.failures import stopping_all_ranks
-from autopar.runtime.pipeline.links import Mailbox
-from autopar.runtime.pipeline.loop import Loop
-from autopar.runtime.pipeline.stage import StagePrograms
 from autopar.runtime.pipeline.state import Phase, PipelineProgram, PipelineState
 from autopar.runtime.requests import Request
 from autopar.runtime.running import global_batch_size, program_for, program_inputs, with_every_tangent
 from autopar.runtime.tables import Tables
 from autopar.runtime.variants import ParallelBase, Variant
 from autopar.sharding import ShardingSpec
+from autopar.spmd.pipeline.links import Mailbox
+from autopar.spmd.pipeline.loop import Loop
+from autopar.spmd.pipeline.stage import StagePrograms
 from autopar.spmd.placements import from_placements, to_placements
 from autopar.spmd.ranks import ProcessRank
 

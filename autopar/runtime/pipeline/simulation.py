@@ -14,15 +14,14 @@ from torch import Tensor, fx
 
 from autopar.ir import Input, TensorMeta
 from autopar.mesh import Mesh
-from autopar.pipelines.actions import Schedule
+from autopar.pipelines.actions import Joined, Schedule
 from autopar.runtime.meter import MemoryMeter
-from autopar.runtime.pipeline.links import Message, read_by, sent_by
-from autopar.runtime.pipeline.loop import Loop
-from autopar.runtime.pipeline.stage import StagePrograms
-from autopar.runtime.pipeline.state import Joined
 from autopar.runtime.simulation import Simulation, assemble, run, shard
 from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered, local_ranks
+from autopar.spmd.pipeline.links import Message, read_by, sent_by
+from autopar.spmd.pipeline.loop import Loop, joined
+from autopar.spmd.pipeline.stage import StagePrograms
 from autopar.spmd.ranks import at_micro_batch
 
 Named = Mapping[tuple[str, str], Tensor]
@@ -182,8 +181,8 @@ def simulate_pipeline(
             spec, meta = specs[name]
             whole = assemble(parts, spec, meta.shape, mesh)  # type: ignore[arg-type]
             grads[name] = grads[name] + whole if name in grads else whole
-    found = {name: _joined([each[i] for i in sorted(each)], outputs[name]) for name, each in made.items()}
-    news = {n: _joined([each[i] for i in sorted(each)], buffers.get(n) or "same") for n, each in changed.items()}
+    found = {name: joined([each[i] for i in sorted(each)], outputs[name]) for name, each in made.items()}
+    news = {n: joined([each[i] for i in sorted(each)], buffers.get(n) or "same") for n, each in changed.items()}
     peaks = tuple(max(m.peak for m in place.meters) for place in places)
     return PipelineSimulation(found, grads, news, max(peaks), peaks)
 
@@ -249,9 +248,3 @@ def _prologue(
         o.name: assemble(parts, spec, metas[o.name].shape, mesh)
         for (o, spec), parts in zip(lowered.results, made, strict=False)
     }
-
-
-def _joined(values: Sequence[Tensor], how: Joined) -> Tensor:
-    if how == "same" or len(values) == 1:
-        return values[-1]
-    return torch.stack(list(values)).sum(0) if how == "sum" else torch.cat(list(values))

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from autopar.ir import Input, Output, TensorMeta
 from autopar.mesh import Mesh
-from autopar.runtime.execution import Executable, Local
-from autopar.runtime.pipeline.links import Shape
 from autopar.sharding import ShardingSpec
+from autopar.spmd.pipeline.links import Shape
+
+Local: TypeAlias = Callable[[Any, list[Any]], tuple[Any, ...]]
+"""A program's function of a rank and a list of inputs, which it empties."""
+
+
+class Programs(Protocol):
+    """What the loop runs of a stage: see ``autopar.runtime.execution.Executable``."""
+
+    @property
+    def forward(self) -> Local: ...
+    @property
+    def backward(self) -> Local: ...
+    @property
+    def inference(self) -> Local: ...
+    @property
+    def accumulate(self) -> Local | None: ...
+    @property
+    def inputs(self) -> Sequence[tuple[Input, ShardingSpec]]: ...
+    @property
+    def results(self) -> Sequence[tuple[Output, ShardingSpec, TensorMeta]]: ...
+    @property
+    def tangents(self) -> Sequence[tuple[Input, ShardingSpec]]: ...
+    @property
+    def gradients(self) -> Sequence[tuple[Output, ShardingSpec, TensorMeta]]: ...
+    @property
+    def accumulators(self) -> Sequence[tuple[Input, ShardingSpec, TensorMeta]]: ...
+    @property
+    def accumulated(self) -> Sequence[Output]: ...
 
 
 @dataclass(frozen=True)
@@ -29,8 +57,8 @@ class Parts:
     first: Local
     second: Local
     accumulate: Local | None
-    gradients: tuple[Output, ...]
-    accumulated: tuple[Output, ...]
+    gradients: Sequence[Output]
+    accumulated: Sequence[Output]
 
 
 @dataclass(frozen=True)
@@ -46,7 +74,7 @@ class StagePrograms:
     """
 
     number: int
-    program: Executable
+    program: Programs
     metas: Mapping[str, TensorMeta]
     receives: tuple[str, ...]
     sends: tuple[str, ...]

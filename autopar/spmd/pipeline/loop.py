@@ -11,15 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from autopar.ir import Input
-from autopar.pipelines.actions import Action
-from autopar.runtime.accumulation import Key, key_of
-from autopar.runtime.pipeline.links import Mailbox, read_by, sent_by
-from autopar.runtime.pipeline.stage import StagePrograms
+from autopar.ir import Input, Output
+from autopar.pipelines.actions import Action, Joined
 from autopar.sharding import ShardingSpec
+from autopar.spmd.lowered import Key, key_of
+from autopar.spmd.pipeline.links import Mailbox, read_by, sent_by
+from autopar.spmd.pipeline.stage import StagePrograms
 from autopar.spmd.ranks import ProcessRank, at_micro_batch
+
+
+def joined(values: Sequence[Tensor], how: Joined) -> Tensor:
+    """Return the result of the whole batch from those of its micro-batches, in order."""
+    if how == "same" or len(values) == 1:
+        return values[-1]
+    return torch.stack(list(values)).sum(0) if how == "sum" else torch.cat(list(values))
 
 
 class Feed(Protocol):
@@ -143,8 +151,9 @@ class Loop:
     def _backward(self, stage: StagePrograms, i: int, taken: list[Tensor]) -> list[Tensor]:
         program = stage.program
         feeds = [*self.saved.pop((stage.number, i)), *self._tangents(stage, i, taken), *self._taken_sums(stage)]
+        ends: Sequence[Output]
         if self._last(stage) or program.accumulate is None:
-            ends = tuple(o for o, _, _ in program.gradients)
+            ends = [o for o, _, _ in program.gradients]
             made = program.backward(at_micro_batch(self.rank, i), feeds)
         else:
             ends, made = program.accumulated, program.accumulate(at_micro_batch(self.rank, i), feeds)
