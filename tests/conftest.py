@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,12 +69,29 @@ def _no_process_group_left_over() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests with the tier whose folder they are in."""
+SLOW = frozenset((Path(__file__).parent / "slow_cases.txt").read_text().split("\n")[:-1])
+"""The tests that only `make test-all` runs, beside those that are marked: they take long, and others are like them."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests with the tier whose folder they are in, and those of ``SLOW`` as slow.
+
+    Raises:
+        UsageError: a line of ``SLOW`` names no test of a file that is collected whole.
+    """
     for item in items:
         for tier in ("multiprocess", "gpu"):
             if tier in item.path.parts:
                 item.add_marker(tier)
+        if item.nodeid in SLOW:
+            item.add_marker("slow")
+    if any("::" in argument for argument in config.args):
+        return
+    found = {item.nodeid for item in items}
+    files = {name.split("::")[0] for name in found}
+    unknown = sorted(name for name in SLOW - found if name.split("::")[0] in files)
+    if unknown:
+        raise pytest.UsageError(f"tests/slow_cases.txt names tests that do not exist: {', '.join(unknown)}")
 
 
 @pytest.hookimpl(optionalhook=True)
