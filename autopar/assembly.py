@@ -264,6 +264,8 @@ def described(functions: Mapping[str, Any], capture: Capture, lowered: Lowered, 
         accumulators=tuple((i, s, capture.graph.meta(Value(i.node))) for i, s in lowered.accumulators),
         accumulate=functions.get("accumulate"),
         accumulated=tuple(o for o, _ in lowered.accumulated),
+        once=functions.get("once"),
+        once_inputs=tuple(lowered.once_inputs),
         compiled=options.backend == "inductor",
     )
 

@@ -453,6 +453,7 @@ def _in_one(local: Lowered) -> dict[str, Any]:
     """Return the functions of a program that run all ranks in one process."""
     functions = {"forward": local.forward, "backward": local.backward, "inference": local.forward}
     functions |= {"accumulate": local.accumulate} if local.accumulate is not None else {}
+    functions |= {"once": local.once} if local.once is not None else {}
     return {name: simulated(module) for name, module in functions.items()}
 
 

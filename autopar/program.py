@@ -147,6 +147,7 @@ class Program:
         arrangement: how collectives were moved and bucketed; None if they stand where they were first placed.
         offloaded_optimizer: FQNs of parameters whose optimizer state lies on the host between optimizer steps.
         state_transfer_s: predicted seconds to fetch that state for a step and to return it.
+        once: names of the ops of the forward that run once for all micro-batches of a call, before everything else.
     """
 
     ops: tuple[Op, ...]
@@ -154,10 +155,19 @@ class Program:
     offloaded_optimizer: tuple[str, ...] = ()
     state_transfer_s: float = 0.0
     arrangement: Arrangement | None = None
+    once: tuple[str, ...] = ()
 
     @cached_property
     def tensors(self) -> Mapping[str, LocalTensor]:
         return {t.name: t for op in self.ops for t in op.writes}
+
+    @cached_property
+    def held_once(self) -> frozenset[str]:
+        """The tensors that ops of ``once`` make and others read, which are held throughout the step."""
+        once = frozenset(self.once)
+        made = {t.name for op in self.ops if op.name in once for t in op.writes}
+        read = {name for op in self.ops if op.name not in once for name in op.reads}
+        return frozenset(made & (read | {name for _, name in self.results}))
 
     @cached_property
     def writer(self) -> Mapping[str, int]:

@@ -59,7 +59,10 @@ def emit(
     results = [output.name for output, _ in lowered.results]
     tables = _tables(lowered, mesh, constants or {}, micro_batches)
     unpacking = "import base64\nimport zlib\n\n" if "base64" in tables else ""
-    parts = [printer.function("forward", lowered.forward.graph, results, "kept for the backward")]
+    parts = []
+    if lowered.once is not None:
+        parts.append(printer.function("once", lowered.once.graph, [], ""))
+    parts.append(printer.function("forward", lowered.forward.graph, results, "kept for the backward"))
     parts.append(printer.function("backward", lowered.backward.graph, [], ""))
     if lowered.accumulate is not None:
         parts.append(printer.function("accumulate", lowered.accumulate.graph, [], ""))
@@ -69,7 +72,7 @@ def emit(
 
 
 def _modules(lowered: Lowered) -> list[fx.GraphModule]:
-    return [m for m in (lowered.forward, lowered.backward, lowered.accumulate) if m is not None]
+    return [m for m in (lowered.once, lowered.forward, lowered.backward, lowered.accumulate) if m is not None]
 
 
 def _own_ops(graph: fx.Graph) -> Iterable[str]:
@@ -107,7 +110,7 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
         return "\n".join(["[", *made, "]"]) if made else "[]"
 
     forward, backward = lowered.forward.graph, lowered.backward.graph
-    fed = [n for n in forward.nodes if n.op == "placeholder" and n.target != "rank"]
+    fed = [n for n in forward.nodes if n.op == "placeholder" and n.target != "rank"][: len(lowered.inputs)]
     back = [n for n in backward.nodes if n.op == "placeholder" and n.target != "rank"]
     results, gradients = (list(g.output_node().args[0]) for g in (forward, backward))  # type: ignore[arg-type]
     taken = (*lowered.tangents, *lowered.accumulators)
@@ -124,6 +127,10 @@ def _tables(lowered: Lowered, mesh: Mesh, constants: Mapping[str, Tensor], micro
         lines += ["# Results of accumulate, and micro-batches per step; the last one runs backward instead."]
         lines += ["SUMS = [", *(f"    ({quoted(o.kind)}, {quoted(o.name)})," for o, _ in lowered.accumulated), "]"]
         lines.append(f"MICRO_BATCHES = {micro_batches}")
+    if lowered.once is not None:
+        once = [n for n in lowered.once.graph.nodes if n.op == "placeholder" and n.target != "rank"]
+        lines += ["# Inputs of once, whose results forward takes after its own inputs."]
+        lines.append(f"ONCE = {rows([(i.kind, i.name, s) for i, s in lowered.once_inputs], once)}")
     used = {i.name for i, _ in lowered.inputs if i.kind in ("constant", "buffer")}
     written = (_constant(name, tensor) for name, tensor in sorted(constants.items()) if name in used)
     values = [text for text in written if text]
@@ -187,7 +194,7 @@ class _Printer:
                 lines += self._return(node, len(results), rest)
             if node.op != "call_function" or node in skipped or node.target is spmd.device:
                 continue
-            section = _section(node, section, lines, everywhere=name == "forward")
+            section = _section(node, section, lines, everywhere=name in ("once", "forward"))
             if inlined(node):
                 last.setdefault(node.next, []).extend(d for d in last.pop(node, ()) if d is not node)
                 continue

@@ -21,7 +21,7 @@ from autopar.codegen.names import RESERVED
 from autopar.errors import PlanError
 from autopar.ops.registration import IMPLEMENTATIONS
 
-TABLES = frozenset({"MESH", "INPUTS", "OUTPUTS", "TANGENTS", "GRADIENTS", "SUMS", "MICRO_BATCHES"})
+TABLES = frozenset({"MESH", "INPUTS", "OUTPUTS", "TANGENTS", "GRADIENTS", "SUMS", "MICRO_BATCHES", "ONCE"})
 IMPORTS = frozenset(
     {
         "import torch",
@@ -131,7 +131,8 @@ class _Text:
         self.ops = ops
 
     def module(self, tree: ast.Module) -> None:
-        if [s.name for s in tree.body if isinstance(s, ast.FunctionDef)][:2] != ["forward", "backward"]:
+        functions = [s.name for s in tree.body if isinstance(s, ast.FunctionDef)]
+        if [name for name in functions if name != "once"][:2] != ["forward", "backward"]:
             raise _not_a_program("no functions forward and backward")
         for statement in tree.body:
             if isinstance(statement, ast.FunctionDef):
@@ -171,7 +172,7 @@ class _Text:
     def function(self, function: ast.FunctionDef) -> None:
         signature = f"def {function.name}(rank, inputs):"
         first = ast.unparse(function).splitlines()[0]
-        if first != signature or function.name not in ("forward", "backward", "accumulate"):
+        if first != signature or function.name not in ("forward", "backward", "accumulate", "once"):
             raise _wrong(function)
         names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         if names & (RESERVED | self.ops | TABLES):

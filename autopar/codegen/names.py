@@ -95,7 +95,7 @@ SHORTENED = {
 LAUNCHED = "_launched"
 """Suffix of the handle of a collective or transfer, after the name of its result."""
 
-RESERVED = frozenset({"rank", "inputs", "forward", "backward", "spmd", "torch", "aten", "F", *dir(builtins)})
+RESERVED = frozenset({"rank", "inputs", "once", "forward", "backward", "spmd", "torch", "aten", "F", *dir(builtins)})
 
 
 @dataclass
@@ -151,7 +151,10 @@ def name_nodes(lowered: Lowered, reserved: Iterable[str]) -> Names:
     made = zip(_results(lowered.forward.graph), lowered.results, strict=False)
     ends = {n: o for n, (o, _) in made if o.kind == "mutation" or (o.kind == "output" and not n.meta.get("module"))}
     taken = dict.fromkeys([*RESERVED, *reserved], 0)
-    _name_graph(lowered.forward.graph, names, meanings, dict(taken), "", ends)
+    if lowered.once is not None:
+        _name_graph(lowered.once.graph, names, [m for m, _ in lowered.once_inputs], dict(taken), "")
+        names.shared |= {tensor.name: names.of[node] for node, tensor in _tensors(lowered.once.graph)}
+    _name_graph(lowered.forward.graph, names, [*meanings, *(None for _ in lowered.held)], dict(taken), "", ends)
     for node, tensor in _tensors(lowered.forward.graph):
         names.shared.setdefault(tensor.name, names.of[node])
     fed = [None] * len(lowered.saved) + [m for m, _ in (*lowered.tangents, *lowered.accumulators)]

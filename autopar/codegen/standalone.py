@@ -27,7 +27,7 @@ Row = tuple[str, str, str, Sequence[int], str]
 STATE = "--state"
 """Key among the given tensors that shows that parameters were given."""
 
-FUNCTIONS = ("forward", "backward", "accumulate")
+FUNCTIONS = ("forward", "backward", "accumulate", "once")
 SECTION = re.compile(r'\bsection\((".*")\)')
 
 MISSING = "Save it under this name in the file for --state."
@@ -189,7 +189,10 @@ def _forward(
     program: Mapping[str, Any], rank: ProcessRank, held: Mapping[str, Tensor], seed: int, sums: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
     """Return global outputs, global new buffers, and the inputs of the backward, which include ``sums``."""
-    made = program["forward"](rank, [_input_shard(row, rank, held, seed) for row in program["INPUTS"]])
+    fed = [_input_shard(row, rank, held, seed) for row in program["INPUTS"]]
+    if "ONCE" in program:
+        fed += program["once"](rank, [_input_shard(row, rank, held, seed) for row in program["ONCE"]])
+    made = program["forward"](rank, fed)
     results = made[: len(program["OUTPUTS"])]
     back = [*made[len(results) :]]
     del made

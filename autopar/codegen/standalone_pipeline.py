@@ -62,6 +62,8 @@ class StageProgram:
     gradients: list[tuple[Output, ShardingSpec, TensorMeta]]
     accumulators: list[tuple[Input, ShardingSpec, TensorMeta]]
     accumulated: list[Output]
+    once: Callable[..., Any] | None
+    once_inputs: list[tuple[Input, ShardingSpec]]
 
     @property
     def inference(self) -> Callable[..., Any]:
@@ -287,12 +289,9 @@ def read_stage(path: Path, split: Path | None, number: int) -> StageFile:
         split: its backward in two parts, if the schedule has them.
     """
     made = read_program(path)
-    inputs, tangents = made["INPUTS"], made["TANGENTS"]
-    rows = {
-        f"{kind} {at}": row
-        for kind, table in (("input", inputs), ("tangent", tangents))
-        for at, row in enumerate(table)
-    }
+    inputs, tangents, once = made["INPUTS"], made["TANGENTS"], made.get("ONCE", [])
+    tables = (("input", inputs), ("tangent", tangents), ("once", once))
+    rows = {f"{kind} {at}": row for kind, table in tables for at, row in enumerate(table)}
     accumulators = [(at, row) for at, row in enumerate(tangents) if row[0] == "accumulator"]
     program = StageProgram(
         made["forward"],
@@ -315,6 +314,8 @@ def read_stage(path: Path, split: Path | None, number: int) -> StageFile:
             for at, row in accumulators
         ],
         [_output(*end) for end in made.get("SUMS", [])],
+        made.get("once"),
+        [(Input(f"once {at}", row[0], row[1]), ShardingSpec.parse(row[4])) for at, row in enumerate(once)],
     )
     received = sorted(row[1] for row in inputs if row[0] == "received")
     sent = sorted(row[1] for row in made["OUTPUTS"] if row[0] == "sent")

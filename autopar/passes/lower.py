@@ -51,10 +51,24 @@ def _lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
     accumulators = [op for op in inputs if kind[op.name] == "accumulator"]
     fed = [op for op in inputs if kind[op.name] not in ("tangent", "accumulator")]
 
+    shared = frozenset(program.once)
+    held = tuple(t.name for op in program.ops if op.name in shared for t in op.writes if t.name in program.held_once)
+    read_once = {name for op in program.ops if op.name in shared for name in op.reads}
+    fed_once = [op for op in fed if op.writes[0].name in read_once]
+    once = None
+    if shared:
+        first = _Builder(graph, mesh)
+        for op in fed_once:
+            first.placeholder(op.writes[0])
+        first.run([op for op in program.ops if op.name in shared])
+        once = first.finish(held)
+
     ahead = _Builder(graph, mesh)
     for op in fed:
         ahead.placeholder(op.writes[0])
-    ahead.run([op for op in program.ops if op.phase == "forward" and op.kind != "input"])
+    for name in held:
+        ahead.placeholder(program.tensors[name])
+    ahead.run([op for op in program.ops if op.phase == "forward" and op.kind != "input" and op.name not in shared])
     forward = ahead.finish([name for _, name in results["forward"]] + list(saved))
 
     back = _Builder(graph, mesh)
@@ -77,6 +91,9 @@ def _lower(program: Program, graph: Graph, mesh: Mesh) -> Lowered:
         tuple((graph.input_of[op.node], op.writes[0].spec) for op in tangents),
         with_spec(results["backward"]),
         tuple((graph.input_of[op.node], op.writes[0].spec) for op in accumulators),
+        once=once,
+        once_inputs=tuple((graph.input_of[op.node], op.writes[0].spec) for op in fed_once),
+        held=held,
     )
 
 

@@ -27,6 +27,8 @@ class Costs:
         last_backward: seconds that the last backward of a stage in its rank's order takes in addition, for the delivery
             of gradients, by stage.
         tail: seconds after a rank's last action, by rank.
+        first_forward: seconds that the first forward of a stage takes in addition, for what all micro-batches share, by
+            stage.
     """
 
     forward: tuple[float, ...]
@@ -37,10 +39,11 @@ class Costs:
     kept: tuple[float, ...] = ()
     last_backward: tuple[float, ...] = ()
     tail: tuple[float, ...] = ()
+    first_forward: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
-        for name in ("backward_input", "backward_weight", "send", "held", "kept", "last_backward"):
+        for name in ("backward_input", "backward_weight", "send", "held", "kept", "last_backward", "first_forward"):
             length = stages - (name == "send")
             values = getattr(self, name) or (0.0,) * length
             if len(values) != length:
@@ -130,6 +133,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         elif kind != "W" and stage < last_stage:
             start = max(start, gradient_ends[place + count] + delays[stage])
         seconds = by_kind[kind][stage]
+        if kind == "F" and micro_batch == 0:
+            seconds += costs.first_forward[stage]
         if action in last:
             seconds += costs.last_backward[stage]
         end = start + seconds

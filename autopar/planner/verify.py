@@ -17,6 +17,7 @@ from autopar.mesh import Mesh
 from autopar.planner.footprint.contraction import terms
 from autopar.planner.footprint.overwriting import MAKES_NEW, OVERWRITABLE, OVERWRITING, may_overwrite, only_reads
 from autopar.planner.graphs.accumulation import accumulated_sums, accumulation_program
+from autopar.planner.graphs.shared import may_be_shared
 from autopar.planner.options import Options
 from autopar.planner.problem.decide import batch_spec, is_plain_output
 from autopar.plans import Plan
@@ -94,6 +95,7 @@ class _Verifier:
         self._results()
         self._sums()
         self._overwrites()
+        self._once()
         trained = {i.name for i in self.graph.inputs if i.kind == "parameter"}
         _require(
             trained.issuperset(self.program.offloaded_optimizer),
@@ -318,6 +320,19 @@ class _Verifier:
                 accumulation_program(self.program, self.graph)
             )
             _require(same, "the last micro-batch keeps other values of the forward than those before it")
+
+    def _once(self) -> None:
+        """Check that what runs once for all micro-batches is the same for all of them."""
+        possible = may_be_shared(self.program, self.graph)
+        named = frozenset(self.program.once)
+        made = {t.name for op in self.program.ops if op.name in named for t in op.writes}
+        _require(named <= possible.keys(), "what runs once depends on the micro-batch")
+        for name in named:
+            before = {n for n in possible[name].reads if n not in made}
+            _require(before <= self._stored_inputs(), f"{name} runs once, but what it reads does not")
+
+    def _stored_inputs(self) -> frozenset[str]:
+        return frozenset(op.writes[0].name for op in self.program.ops if op.kind == "input")
 
     def _overwrites(self) -> None:
         """Check that what is overwritten was made for that and is no longer read: see ``schedule.in_place``."""

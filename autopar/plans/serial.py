@@ -19,6 +19,7 @@ def program_to(program: Program) -> dict[str, Any]:
         "offloaded_optimizer": list(program.offloaded_optimizer),
         "state_transfer_s": program.state_transfer_s,
         "arrangement": None if program.arrangement is None else asdict(program.arrangement),
+        **({"once": list(program.once)} if program.once else {}),
     }
 
 
@@ -30,7 +31,8 @@ def program_from(data: Mapping[str, Any]) -> Program:
     away, seconds = tuple(entries(data.get("offloaded_optimizer", []))), data.get("state_transfer_s", 0.0)
     arranged = data.get("arrangement")
     arrangement = None if arranged is None else Arrangement(**arranged)
-    return Program(tuple(_op_from(op) for op in entries(data["ops"])), results, away, seconds, arrangement)
+    once = tuple(entries(data.get("once", [])))
+    return Program(tuple(_op_from(op) for op in entries(data["ops"])), results, away, seconds, arrangement, once)
 
 
 def _op_to(op: Op) -> dict[str, Any]:

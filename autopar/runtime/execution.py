@@ -43,6 +43,9 @@ class Executable:
             accumulator, which the backward takes after the tangents.
         accumulate: the backward of all micro-batches but the last.
         accumulated: meaning of each of its results.
+        once: ``once(rank, inputs) -> held``: what all micro-batches of a call share, which the forward takes after its
+            inputs; None where there is nothing.
+        once_inputs: meaning and spec of each of its inputs.
         compiled: whether Inductor compiled it, whose code allocates without the dispatcher.
         held: positions of inputs whose memory is among the saved tensors; filled by the first forward.
         arriving: DTensor's spec of each gradient; filled by the first backward.
@@ -61,6 +64,8 @@ class Executable:
     accumulators: tuple[tuple[Input, ShardingSpec, TensorMeta], ...] = ()
     accumulate: Local | None = None
     accumulated: tuple[Output, ...] = ()
+    once: Local | None = None
+    once_inputs: tuple[tuple[Input, ShardingSpec], ...] = ()
     compiled: bool = False
     held: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     arriving: dict[int, Any] = field(default_factory=dict, compare=False)

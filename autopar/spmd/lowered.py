@@ -32,7 +32,7 @@ def key_of(meaning: Input, spec: ShardingSpec, meta: TensorMeta) -> Key:
 class Lowered:
     """The local program as two torch.fx graphs.
 
-    ``forward(rank, *inputs) -> (*results, *saved)`` and ``backward(rank, *saved, *tangents) -> gradients``.
+    ``forward(rank, *inputs, *held) -> (*results, *saved)`` and ``backward(rank, *saved, *tangents) -> gradients``.
 
     Args:
         inputs: meaning and spec of each forward input after ``rank``.
@@ -45,6 +45,9 @@ class Lowered:
         accumulate: the backward of all micro-batches but the last, which returns ``accumulated``.
         accumulated: meaning and spec of each result of ``accumulate``: gradients of inputs, then the new values of the
             accumulators, in order.
+        once: ``once(rank, *once_inputs) -> held``: what all micro-batches of a call share.
+        once_inputs: meaning and spec of each of its inputs.
+        held: names of its results, which the forward takes after its inputs.
     """
 
     forward: fx.GraphModule
@@ -57,3 +60,6 @@ class Lowered:
     accumulators: Ends = ()
     accumulate: fx.GraphModule | None = None
     accumulated: Results = ()
+    once: fx.GraphModule | None = None
+    once_inputs: Ends = ()
+    held: tuple[str, ...] = ()

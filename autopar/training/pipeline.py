@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from autopar.errors import AutoparError
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.plans.pipeline import PipelinePlan
+from autopar.runtime.pipeline.by_hand import StepByHand
 from autopar.training.engine import Engine
 from autopar.training.handlers import BaseGradientHandler, register_gradient_handler
 from autopar.training.schedules import NonPipelineSchedule, Processed
@@ -45,6 +47,8 @@ class PipelineSchedule(NonPipelineSchedule):
         super().__init__(batch_data_process_func, num_microbatches)
         self.tensor_shape = None if tensor_shape is None else tuple(tensor_shape)
         self.scatter_gather_tensors = scatter_gather_tensors
+        self._loaded: Processed | None = None
+        self._step: StepByHand | None = None
 
     def forward_backward_step(
         self,
@@ -73,6 +77,93 @@ class PipelineSchedule(NonPipelineSchedule):
         self.batch_size = whole.batch_size
         return result
 
+    def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> Processed:
+        """Return the next batch as ``(data, label)``, and let ``forward_step`` begin with it."""
+        self._loaded, self._step = super().load_batch(data_iter, to_gpu), None
+        return self._loaded
+
+    def forward_step(
+        self,
+        engine: Engine,
+        input_tensor: Tensor | Sequence[Tensor] | None,
+        return_tensors: list[Any],
+        return_output_label: bool = True,
+        accum_loss: Tensor | None = None,
+    ) -> Tensor | list[Tensor] | None:
+        """Run the next micro-batch of the batch that ``load_batch`` loaded through this rank's stage.
+
+        ``forward_backward_step`` does not need it; it is for loops that send the tensors by themselves.
+
+        Args:
+            input_tensor: this rank's shards of what the stage receives; None in the first stage.
+            return_tensors: gets ``(output, label)`` in the last stage, where the outputs are this rank's shards.
+            accum_loss: is increased by the loss in the last stage; over all micro-batches it becomes that of the batch.
+
+        Returns:
+            What the next stage receives, a list if that is several tensors; in the last stage the loss.
+        """
+        step = self._running(engine)
+        made = step.forward(_listed(input_tensor))
+        plan = plan_of(engine.model)
+        assert plan is not None
+        if step.stage.number < len(plan.stages) - 1:
+            return _alone(made)
+        outputs = step.outputs()
+        loss = next((t.detach() for t in outputs.values() if t.ndim == 0), None)
+        if return_output_label:
+            return_tensors.append((list(outputs.values()), self._label_of(step.forwards - 1)))
+        if loss is not None and accum_loss is not None:
+            accum_loss.add_(loss)
+        return loss
+
+    def backward_step(
+        self,
+        engine: Engine,
+        input_tensor: Tensor | Sequence[Tensor] | None,
+        output_tensor: Tensor | Sequence[Tensor] | None,
+        output_tensor_grad: Tensor | Sequence[Tensor] | None,
+    ) -> Tensor | list[Tensor] | None:
+        """Run the next micro-batch backward through this rank's stage. After the last, parameters have gradients.
+
+        Args:
+            input_tensor, output_tensor: what ``forward_step`` took and returned; the stage has kept what it needs.
+            output_tensor_grad: this rank's shards of the gradients of what the stage sent; None in the last stage.
+
+        Returns:
+            The gradients of what the stage received, a list if these are several; None in the first stage.
+        """
+        return _alone(self._running(engine).backward(_listed(output_tensor_grad)))
+
+    def _running(self, engine: Engine) -> StepByHand:
+        """Return the step of the batch that was loaded last."""
+        plan = plan_of(engine.model)
+        if plan is None or engine.criterion is not None:
+            raise AutoparError(
+                "A step by hand runs a model that is parallel as a pipeline and returns its loss.",
+                found="a criterion" if plan is not None else type(engine.model).__name__,
+                hint="call forward_backward_step.",
+            )
+        self._check(plan)
+        if self._step is None:
+            if self._loaded is None:
+                raise AutoparError(
+                    "There is no batch to run a step with.", found="no batch", hint="call load_batch(data_iter) first."
+                )
+            data = self._loaded[0]
+            args, kwargs = ((), data) if isinstance(data, Mapping) else (data, {})
+            self._step = StepByHand(engine.model, args if isinstance(args, (tuple, list)) else (args,), kwargs)  # type: ignore[arg-type]
+        return self._step
+
+    def _label_of(self, micro_batch: int) -> Any:
+        assert self._loaded is not None
+        rows = self.batch_size // self.num_microbatches
+
+        def part(x: Any) -> Any:
+            cut = isinstance(x, Tensor) and x.ndim and len(x) == self.batch_size
+            return x[micro_batch * rows : (micro_batch + 1) * rows] if cut else x
+
+        return tree_map(part, self._loaded[1])
+
     def _check(self, plan: PipelinePlan) -> None:
         if plan.micro_batches != self.num_microbatches:
             raise AutoparError(
@@ -94,6 +185,14 @@ class PipelineSchedule(NonPipelineSchedule):
                 found="scatter_gather_tensors=True, and a plan that sends a tensor whole",
                 hint="leave scatter_gather_tensors out: the plan has chosen what costs least.",
             )
+
+
+def _listed(value: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+    return [] if value is None else [value] if isinstance(value, Tensor) else list(value)
+
+
+def _alone(values: list[Tensor]) -> Tensor | list[Tensor] | None:
+    return None if not values else values[0] if len(values) == 1 else values
 
 
 def _exchanged(plan: PipelinePlan) -> list[tuple[tuple[int, ...], bool]]:

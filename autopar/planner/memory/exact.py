@@ -11,7 +11,7 @@ when its phase ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,6 +28,7 @@ from autopar.planner.footprint.transients_of_indexing import excess_bytes
 from autopar.planner.footprint.transients_of_norms import summary_bytes
 from autopar.planner.footprint.transients_of_products import ring_bytes
 from autopar.planner.graphs.accumulation import accumulation_program, is_gradient
+from autopar.planner.graphs.shared import WAITED, shared
 from autopar.planner.options import Options
 from autopar.planner.problem.decide import is_plain_output
 from autopar.program import LocalTensor, Op, Program
@@ -59,11 +60,29 @@ class MemoryProfile:
 
 def profile(program: Program, graph: Graph, mesh: Mesh, options: Options) -> MemoryProfile:
     """Compute the bytes held during every op of ``program``, and the peak by kind, over all micro-batches of a step."""
+    as_run = _as_run(program, graph, options)
+    if as_run is not program:
+        return _at_ops_of(program, as_run, profile(as_run, graph, mesh, options))
     last = _fullest(program, graph, mesh, options)
     if options.accumulation_steps == 1:
         return last
     other = accumulation_program(program, graph)
     return _combined(last, program, _fullest(other, graph, mesh, options, steps=False), other)
+
+
+def _as_run(program: Program, graph: Graph, options: Options) -> Program:
+    """Return ``program`` as the micro-batches of a call run it."""
+    return shared(program, graph) if options.held_batches > 1 else program
+
+
+def _at_ops_of(program: Program, as_run: Program, found: MemoryProfile) -> MemoryProfile:
+    """Return the profile of a program whose ops run in another order, with waits between them."""
+    at = {op.name: i for i, op in enumerate(program.ops)}
+    places = [at.get(op.name.removesuffix(WAITED), at.get(op.name, 0)) for op in as_run.ops] + [len(program.ops)]
+    timeline = [0] * (len(program.ops) + 1)
+    for place, size in zip(places, found.timeline, strict=True):
+        timeline[place] = max(timeline[place], size)
+    return replace(found, timeline=tuple(timeline), peak_at=places[found.peak_at])
 
 
 def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, steps: bool = True) -> MemoryProfile:
@@ -76,12 +95,14 @@ def _fullest(program: Program, graph: Graph, mesh: Mesh, options: Options, *, st
     return replace(fullest, timeline=tuple(map(max, zip(*(p.timeline for p in found), strict=True))))
 
 
-def saved_bytes(program: Program, graph: Graph, mesh: Mesh, options: Options) -> int:
-    """Return the bytes that the fullest rank keeps for the backward of one micro-batch after its forward."""
+def saved_bytes(program: Program, graph: Graph, mesh: Mesh, options: Options) -> tuple[int, int]:
+    """Return the bytes that the fullest rank keeps for the backward of one micro-batch after its forward, and those
+    that it holds for all of them."""
+    program = _as_run(program, graph, options)
     sweeps = [_Sweep(program, graph, mesh, options, at=coordinate) for coordinate in unequal_ranks(program, mesh)]
     for sweep in sweeps:
         sweep.run()
-    return max(sweep.saved_bytes for sweep in sweeps)
+    return max(sweep.saved_bytes for sweep in sweeps), max(sweep.once_bytes for sweep in sweeps)
 
 
 @dataclass(frozen=True)
@@ -103,6 +124,7 @@ class Peak:
 
 def peak(program: Program, graph: Graph, mesh: Mesh, options: Options) -> Peak:
     """Return what is held at the peak of ``program``, over all micro-batches of a step and all ranks."""
+    program = _as_run(program, graph, options)
     programs = [(program, True)]
     if options.accumulation_steps > 1:
         programs.append((accumulation_program(program, graph), False))
@@ -434,6 +456,8 @@ class _Sweep:
 
     def _assign_kinds(self) -> None:
         start, end = self.op_at.get(self.backward, len(self.events)), len(self.events) - 1
+        for shared_by_all in self._stored(self.program.held_once):
+            shared_by_all.last = max(shared_by_all.last, self.last_event)
         for output, name in self.program.results:
             held = self.allocations.get(self.storage.get(name, ""))
             if held is None:
@@ -508,8 +532,19 @@ class _Sweep:
     def saved_bytes(self) -> int:
         """Bytes that the forward keeps for the backward of one micro-batch, once the sweep has run."""
         turn = self.op_at.get(self.backward, len(self.events))
-        kept = (a for a in self.allocations.values() if a.kind in ("activations", "inputs"))
+        once = set(map(id, self._stored(self.program.held_once)))
+        kept = (a for a in self.allocations.values() if a.kind in ("activations", "inputs") and id(a) not in once)
         return sum(a.nbytes for a in kept if a.first < turn <= a.last)
+
+    @property
+    def once_bytes(self) -> int:
+        """Bytes that all micro-batches of a call share, once the sweep has run."""
+        return sum(a.nbytes for a in self._stored(self.program.held_once))
+
+    def _stored(self, names: Collection[str]) -> list[_Allocation]:
+        """Return the allocations in which tensors lie."""
+        stored = sorted({self.storage[name] for name in names if name in self.storage})
+        return [self.allocations[name] for name in stored]
 
     def by_node(self) -> dict[tuple[str, str], int]:
         """Return the bytes that are held at the peak, by kind and node."""

@@ -7,7 +7,7 @@ and collectives. The exact liveness of the scheduled program decides whether a p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.footprint.transients import min_transients
+from autopar.planner.graphs.shared import fixed_nodes
 from autopar.planner.memory.live_ranges import (
     BEFORE,
     LiveRanges,
@@ -87,11 +88,17 @@ class MemoryUsages:
         nodes = self.d.graph.nodes
         turn = next((i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder"), len(nodes))
         there = np.flatnonzero((self.first < turn - BEFORE) & (turn - BEFORE <= self.last)).tolist()
-        return [i for i in there if self.d.variables[self.variables[i]].kind in PER_MICRO_BATCH]
+        fixed = fixed_nodes(self.d.graph)
+        return [i for i in there if _is_per_micro_batch(self.d.variables[self.variables[i]], fixed)]
 
 
 PER_MICRO_BATCH = frozenset({"op", "copy", "hold", "received"})
-"""Kinds of variables whose memory each micro-batch in flight takes for itself."""
+"""Kinds of variables whose memory each micro-batch in flight takes for itself, unless all share the value."""
+
+
+def _is_per_micro_batch(v: Variable, fixed: Collection[str]) -> bool:
+    node = v.value.node if v.value is not None else v.node.name if v.node is not None else ""
+    return v.kind in PER_MICRO_BATCH and node not in fixed
 
 
 def memory_usages(d: Decisions, options: Options, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:

@@ -19,7 +19,8 @@ class BlockCosts:
     """Seconds and bytes of a block for one micro-batch, on one device; see ``Parts``.
 
     Args:
-        static: bytes of its parameters with their optimizer state, gradients and sums.
+        static: bytes of its parameters with their optimizer state, gradients and sums, and of what all micro-batches of
+            a call share.
     """
 
     forward: float = 0.0
@@ -75,6 +76,7 @@ def block_costs(
 
 def _add_seconds(walk: _Walk, program: Program, overlap: float) -> None:
     node_of = {op.name: op for op in program.ops}
+    once = frozenset(program.once)
     before_input = _nodes_before_another_block(walk.graph, walk.block_of)
     now = 0.0
     for interval in simulate_streams(program, overlap).intervals:
@@ -82,6 +84,8 @@ def _add_seconds(walk: _Walk, program: Program, overlap: float) -> None:
         if interval.stream != "compute" or op is None:
             continue
         spent, now = interval.end_s - now, interval.end_s
+        if op.name in once:
+            continue
         costs = walk.at(op.node)
         if op.phase == "forward":
             costs.forward += spent
@@ -123,7 +127,10 @@ def _add_bytes(walk: _Walk, mesh: Mesh, options: Options) -> None:
         elif meaning.kind == "accumulator":
             walk.found[readers.get(op.node, 0)].static += tensor.bytes
     for name, maker in _kept(program):
-        walk.at(maker).held += program.tensors[name].bytes
+        if name in program.held_once:
+            walk.at(maker).static += program.tensors[name].bytes
+        else:
+            walk.at(maker).held += program.tensors[name].bytes
 
 
 def _kept(program: Program) -> Sequence[tuple[str, str]]:

@@ -23,7 +23,9 @@ class Parts:
         backward_input: seconds of the backward up to the gradients that the stage before waits for.
         backward_weight: seconds of the rest of the backward, which adds to accumulators.
         delivery: seconds that the last micro-batch's backward takes besides, to give the sums to the parameters.
+        once: seconds of what runs once for all micro-batches of a call.
         held: bytes that a micro-batch keeps between its forward and its backward.
+        held_once: bytes of what all micro-batches of a call share.
         kept: the bytes that the backward of the weights reads of what was made before it.
     """
 
@@ -31,7 +33,9 @@ class Parts:
     backward_input: float
     backward_weight: float
     delivery: float
+    once: float
     held: int
+    held_once: int
     kept: int
 
 
@@ -43,18 +47,22 @@ def parts_of(program: Program, graph: Graph, mesh: Mesh, options: Options, overl
     """
     several = bool(accumulated_sums(graph))
     adding = accumulation_program(program, graph) if several else program
-    weights = weight_ops(adding)
-    forward = _seconds((op for op in adding.ops if op.phase == "forward"), overlap)
+    weights, once = weight_ops(adding), frozenset(program.once)
+    forward = _seconds((op for op in adding.ops if op.phase == "forward" and op.name not in once), overlap)
+    once_s = _seconds((op for op in adding.ops if op.name in once), overlap)
     backward = [op for op in adding.ops if op.phase == "backward"]
     inputs_s = _seconds((op for op in backward if op.name not in weights), overlap)
     whole_s = _seconds(backward, overlap)
-    last_s = simulate_streams(program, overlap).seconds if several else forward + whole_s
+    last_s = simulate_streams(program, overlap).seconds - once_s if several else forward + whole_s
+    held, held_once = saved_bytes(program, graph, mesh, options)
     return Parts(
         forward,
         min(inputs_s, whole_s),
         max(whole_s - inputs_s, 0.0),
         max(last_s - forward - whole_s, 0.0),
-        saved_bytes(program, graph, mesh, options),
+        once_s,
+        held,
+        held_once,
         _kept_bytes(adding, weights),
     )
 
@@ -79,7 +87,7 @@ def weight_ops(program: Program) -> frozenset[str]:
 
 def _kept_bytes(program: Program, weights: Collection[str]) -> int:
     """Return the bytes that ops named ``weights`` read of what the forward and the other ops of the backward made."""
-    inputs = {op.writes[0].name for op in program.ops if op.kind == "input"}
+    inputs = {op.writes[0].name for op in program.ops if op.kind == "input"} | program.held_once
     inside = {t.name for op in program.ops if op.name in weights for t in op.writes}
     read = {program.root[name] for op in program.ops if op.name in weights for name in op.reads if name not in inside}
     return sum(program.tensors[name].bytes for name in read - inputs)

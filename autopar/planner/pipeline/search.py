@@ -30,6 +30,7 @@ from autopar.planner.baselines.roles import baselines
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
+from autopar.planner.graphs.shared import shared
 from autopar.planner.memory.exact import profile
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
@@ -39,6 +40,7 @@ from autopar.planner.pipeline.parts import Parts, parts_of
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import constrained_names, matches
+from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.forms import plan_forms
 from autopar.planner.search.search import Planned, plan_graph
@@ -61,6 +63,12 @@ within the budget for one of them."""
 
 UNLIMITED = 2**60
 """Bytes that no device has."""
+
+ROUNDS = 2
+"""Times that stages are planned: what a rank holds beside its stages, such as messages, is known after the first."""
+
+LEAST_SHARE = 0.05
+"""Share of the budget that a stage may take at least, whatever the rank's other stages are estimated to."""
 
 NEARLY_FITS = 1.05
 """Times the budget up to which a pipeline is estimated to fit: its stages are planned exactly afterwards."""
@@ -260,7 +268,8 @@ class _PipelineSearch:
             options = replace(options, memory_budget_bytes=int(budget), time_limit_s=limit_s)
             planned = plan_forms(graph, self.stage_mesh, self.stage_cluster, options)
         block_of = _block_of(planned.decisions.graph, places)
-        blocks = block_costs(planned.program, planned.decisions.graph, self.stage_mesh, options, self.overlap, block_of)
+        program = self._with_shared(planned, options).program
+        blocks = block_costs(program, planned.decisions.graph, self.stage_mesh, options, self.overlap, block_of)
         blocks += (BlockCosts(),) * (len(places.blocks) - len(blocks))
         bound = planned.trace[0].bound if planned.trace else 0.0
         return _Whole(micro, places, planned, blocks, bound)
@@ -315,21 +324,22 @@ class _PipelineSearch:
                     hint=f"name {stages - 1} modules, the first of each stage but the first.",
                 )
             return starts
-        if stages > len(whole.blocks):
+        begins = _first_blocks(whole.micro.graph, whole.seams)
+        if stages > len(begins):
             raise PlanError(
-                f"The model has {len(whole.blocks)} blocks, and the pipeline {stages} stages.",
+                f"The model has {len(begins)} blocks with parameters, and the pipeline {stages} stages.",
                 found=f"{self.ranks} ranks along pp" + (f", {chunks} stages a rank" if chunks > 1 else ""),
-                hint=f"take at most {len(whole.blocks)} stages.",
+                hint=f"take at most {len(begins)} stages.",
             )
         rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
         if split == "uniform":
             # The remainder goes to the last parts, whatever the number of chunks.
-            found = [r for ranges in partition_uniform(len(whole.blocks), stages) for r in ranges]
+            found = [r for ranges in partition_uniform(len(begins), stages) for r in ranges]
         else:
-            sends = [self._send_s(size / self.stage_mesh.size) for size in whole.seams.bytes]
-            seconds = [b.seconds for b in whole.blocks]
+            sends = [self._send_s(whole.seams.bytes[at - 1] / self.stage_mesh.size) for at in begins[1:]]
+            seconds = [_total(whole.blocks[a:b]).seconds for a, b in _ranges(begins, len(whole.blocks))]
             found = list(balanced(seconds, stages, extra=(0.0, *sends, 0.0), rank_of=rank_of))
-        return tuple(start for start, _ in found)
+        return tuple(begins[start] for start, _ in found)
 
     def _estimate(self, whole: _Whole, starts: Sequence[int]) -> Costs:
         stages = [_total(whole.blocks[a:b]) for a, b in _ranges(starts, len(whole.blocks))]
@@ -385,23 +395,46 @@ class _PipelineSearch:
         return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])[:CONSIDERED]))
 
     def _with_stages(self, d: _Drawn, time_limit_s: float) -> PlannedPipeline:
+        """Plan the stages; again with less for each, where a rank holds more than its stages by themselves.
+
+        Raises:
+            InfeasibleError: a stage, or a rank, holds more than the budget.
+        """
+        most = [math.inf] * d.schedule.stages
+        for _ in range(ROUNDS):
+            found = self._with_budgets(d, most, time_limit_s / ROUNDS)
+            if max(found.peaks) <= self.budget:
+                return found
+            for s, planned in enumerate(found.planned):
+                excess = found.peaks[d.schedule.rank_of[s]] - self.budget
+                if excess > 0:
+                    most[s] = planned.memory.peak_bytes - excess
+        raise _over(found.peaks, self.budget, found.schedule)
+
+    def _with_budgets(self, d: _Drawn, most: Sequence[float], time_limit_s: float) -> PlannedPipeline:
+        """Plan the stages in turn.
+
+        Args:
+            most: bytes that each stage may hold.
+        """
         graphs = cut(d.whole.micro.graph, d.whole.seams, d.starts)
         m = d.schedule.micro_batches
         flying = in_flight(d.schedule)
         n = m * self.options.accumulation_steps
-        stages, planned = [], []
+        stages: list[Stage] = []
+        planned: list[Planned] = []
         specs: dict[str, str] = {}
         for s, stage in enumerate(graphs):
             self.report(f"stage {s} of {len(graphs)}, {d}")
             summing = replace(stage, graph=with_gradient_sums(stage.graph, n, self.options.dtype_of("reduce")))
-            share = self._share_of_budget(d, s)
+            share = max(min(self._share_of_budget(d, s), most[s]), LEAST_SHARE * self.budget)
             options = replace(
                 self._stage_options(m, flying[s]),
                 memory_budget_bytes=int(share),
                 time_limit_s=time_limit_s / len(graphs),
                 constraints={**_those_of(summing.graph, self.options), **specs},
             )
-            found = self._stage(d.whole, summing, options)
+            found = self._with_shared(self._stage(d.whole, summing, options), options)
             stages.append(summing)
             planned.append(found)
             specs = seam_specs(summing, found)
@@ -416,7 +449,16 @@ class _PipelineSearch:
             for s, (a, b) in enumerate(ranges)
             if s != stage and d.schedule.rank_of[s] == rank
         )
-        return max(self.budget - sum(others), 0.05 * self.budget)
+        return max(self.budget - sum(others), LEAST_SHARE * self.budget)
+
+    def _with_shared(self, planned: Planned, options: Options) -> Planned:
+        """Return a plan whose micro-batches share what they compute alike and keep, as its memory is counted."""
+        graph = planned.decisions.graph
+        program = shared(planned.program, graph) if options.held_batches > 1 else planned.program
+        if program is planned.program:
+            return planned
+        memory = profile(program, graph, self.stage_mesh, replace(options, device=self.stage_cluster.device.kind))
+        return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
     def _stage(self, whole: _Whole, stage: Stage, options: Options) -> Planned:
         found = carried(whole.planned, stage.graph, self.stage_mesh, self.stage_cluster, options)
@@ -438,14 +480,13 @@ class _PipelineSearch:
             held=tuple(float(p.held) for p in parts),
             kept=tuple(float(min(p.kept, p.held)) for p in parts),
             last_backward=tuple(p.delivery for p in parts),
+            first_forward=tuple(p.once for p in parts),
         )
         made = d.schedule
         if made.name == "listed":
             caps = self._caps(d.whole, d.starts, costs, made.rank_of)
             made = schedule("listed", made.ranks, m, made.stages // made.ranks, costs, caps)
         peaks = self._peaks(made, stages, planned, parts)
-        if max(peaks) > self.budget:
-            raise _over(peaks, self.budget, made)
         seconds = simulate(made, costs).seconds
         return PlannedPipeline(
             d.whole.micro,
@@ -476,7 +517,9 @@ class _PipelineSearch:
         """
         options = self._stage_options(made.micro_batches, 1)
         alone = [profile(p.program, p.decisions.graph, self.stage_mesh, options).peak_bytes for p in planned]
-        static = [_static_bytes(p, self.stage_mesh, options) for p in planned]
+        static = [
+            _static_bytes(p, self.stage_mesh, options) + part.held_once for p, part in zip(planned, parts, strict=True)
+        ]
         messages = [
             sum(t.bytes for _, t in _inputs(p, "received"))
             + sum(t.bytes for name, t in _inputs(p, "tangent") if name in stage.takes)
@@ -540,6 +583,17 @@ def _block_of(graph: Graph, places: Seams) -> Mapping[str, int]:
             if made:
                 found[node.name] = max(made)
     return found
+
+
+def _first_blocks(graph: Graph, places: Seams) -> tuple[int, ...]:
+    """Return the blocks that a stage may begin with: the first, and those with parameters.
+
+    So each stage has some, and an optimizer on each rank something to step.
+    """
+    given = {i.node for i in graph.inputs if i.kind == "parameter"}
+    reading = (n for n in graph.nodes if n.phase == "forward" and any(v.node in given for v in n.inputs))
+    found = {places.block_of[n.name] for n in reading if n.name in places.block_of}
+    return tuple(sorted({0, *(found - {min(found)} if found else ())}))
 
 
 def _ranges(starts: Sequence[int], blocks: int) -> list[tuple[int, int]]:

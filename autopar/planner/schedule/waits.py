@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from autopar.planner.graphs.shared import wait_for
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.program import Op, Program
 
@@ -39,7 +40,7 @@ def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program
         first_read = min(read.get(t.name, len(program.ops)) for t in op.writes)
         needed = min(first_read, turn if at < turn else len(program.ops))
         if position < needed:
-            waits.setdefault(position, []).append(_wait(op))
+            waits.setdefault(position, []).append(wait_for(op))
     return _with(program, waits) if waits else program
 
 
@@ -64,7 +65,7 @@ def wait_sooner(program: Program, timeline: Sequence[int], budget: float) -> Pro
         position = min((o for o in over if at < o < until), default=None)
         if position is not None and all(program.last_read[source] == at for source in op.reads):
             gone |= {waited[name]} if name in waited else set()
-            waits.setdefault(position, []).append(_wait(op))
+            waits.setdefault(position, []).append(wait_for(op))
     return _with(program, waits, gone) if waits else None
 
 
@@ -72,7 +73,3 @@ def _with(program: Program, waits: Mapping[int, Sequence[Op]], gone: Collection[
     """Return ``program`` with waits before ops, and without the ops at ``gone``."""
     kept = [() if at in gone else (op,) for at, op in enumerate(program.ops)]
     return replace(program, ops=tuple(each for at, own in enumerate(kept) for each in (*waits.get(at, ()), *own)))
-
-
-def _wait(op: Op) -> Op:
-    return Op(f"{op.name}|done", "wait", op.node, (op.writes[0].name,), (), op.phase)

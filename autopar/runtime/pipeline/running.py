@@ -46,20 +46,15 @@ def run_pipeline(
 ) -> tuple[Variant, list[Any], list[Any]]:
     """Run a call. Return its program and its outputs; new values of buffers are stored already."""
     state, call = model._autopar, request.call
-    assert isinstance(state, PipelineState)
     settle()
     if not state.local_batch and request.key not in state.compared:
         plain = {n: t for n, t in zip(call.names, call.tensors, strict=True) if not isinstance(t, DTensor)}
         warn_of_other_values(plain)
         state.compared.add(request.key)
-    state.trains = torch.is_grad_enabled()  # a compilation runs outside of inference mode, with gradients
-    with state.precision():
-        variant = program_for(model, request)
-    program: PipelineProgram = variant.executable  # type: ignore[assignment]
-    values = program_inputs(call, variant, state)
-    run = PipelineRun(model, state, request, variant, program, stored, values, global_batch_size(call, state))
+    run = begun(model, request, stored)
+    program, variant = run.program, run.variant
     if not torch.is_grad_enabled():
-        with stopping_all_ranks(state, run.let_go) as began:
+        with stopping_all_ranks(run.state, run.let_go) as began:
             run.phase("forwards", began, saves=False)
         return variant, run.evaluated(), []
     refuse_gradients_of_inputs(call.tensors)
@@ -68,6 +63,18 @@ def run_pipeline(
     outputs: list[Any] = list(PipelineStep.apply(run, anchor, *parameters))  # type: ignore[no-untyped-call]
     names = iter(outputs)
     return variant, [next(names) if name in run.present else None for name in variant.outputs], []
+
+
+def begun(model: ParallelBase, request: Request, stored: Tables) -> PipelineRun:
+    """Return a call with its program, of which nothing has run yet. All ranks compile it together if it is new."""
+    state, call = model._autopar, request.call
+    assert isinstance(state, PipelineState)
+    state.trains = torch.is_grad_enabled()  # a compilation runs outside of inference mode, with gradients
+    with state.precision():
+        variant = program_for(model, request)
+    program: PipelineProgram = variant.executable  # type: ignore[assignment]
+    values = program_inputs(call, variant, state)
+    return PipelineRun(model, state, request, variant, program, stored, values, global_batch_size(call, state))
 
 
 def refuse_gradients_of_inputs(tensors: Sequence[Tensor]) -> None:
@@ -173,11 +180,15 @@ class PipelineRun:
         shapes |= {("B", n): s.taken_shapes(*at) for n, s in program.stages.items()}
         self.mail = Mailbox(state.links, program.schedule.rank_of, shapes, state.device, traffic)
         with torch.no_grad(), uncast(self), self.marks.in_sections():  # type: ignore[arg-type]
-            if self._ahead is None:
-                self._ahead = self._run_prologue()
+            self.prepare()
             self.loop.run(program.order(phase)[state.position], self.mail, began, saves=saves)
             if phase != "backwards":
-                self._store_buffers()
+                self.store_buffers()
+
+    def prepare(self) -> None:
+        """Compute what the forwards need of the whole batch, before the first of them."""
+        if self._ahead is None:
+            self._ahead = self._run_prologue()
 
     def let_go(self) -> None:
         """Release what the call holds, and all work on its messages."""
@@ -185,6 +196,7 @@ class PipelineRun:
             self.mail.drop()
         self.loop.saved.clear()
         self.loop.kept.clear()
+        self.loop.held.clear()
         self.loop.sums.clear()
 
     def operand(self, stage: StagePrograms, meaning: Input, spec: ShardingSpec, micro_batch: int) -> Tensor:
@@ -240,7 +252,7 @@ class PipelineRun:
             else:
                 self.changed.setdefault(name, {})[micro_batch] = results[at]
 
-    def _store_buffers(self) -> None:
+    def store_buffers(self) -> None:
         """Store the new values of buffers that all micro-batches together make."""
         for name, values in self.changed.items():
             ordered = [values[i] for i in sorted(values)]

@@ -60,6 +60,7 @@ class Loop:
         delivers: whether the last backward of each stage delivers gradients, or adds to the sums like the others.
         saved: what each forward keeps for its backward, by stage and micro-batch.
         kept: what the first part of a backward keeps for the second.
+        held: what the micro-batches of a stage share, by stage.
         gradients: this rank's part of what was delivered, by parameter.
         most_saved: the most micro-batches that any stage held at once.
     """
@@ -73,6 +74,7 @@ class Loop:
     delivers: bool = True
     saved: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     kept: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    held: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
     most_saved: int = 0
@@ -123,6 +125,7 @@ class Loop:
             received.pop(m.name) if m.kind == "received" else self.feed.operand(stage, m, s, i)
             for m, s in program.inputs
         ]
+        fed += self._held(stage)
         made = (program.forward if saves else program.inference)(at_micro_batch(self.rank, i), fed)
         n = len(program.results)
         if saves:
@@ -130,6 +133,16 @@ class Loop:
             self.most_saved = max(self.most_saved, len(self.saved))
         self.feed.keep(stage, i, made[:n])
         return [made[at] for at in stage.sent_at]
+
+    def _held(self, stage: StagePrograms) -> tuple[Any, ...]:
+        """Return what the micro-batches of a stage share, which is made before its first forward."""
+        program = stage.program
+        if program.once is None:
+            return ()
+        if stage.number not in self.held:
+            fed = [self.feed.operand(stage, m, s, 0) for m, s in program.once_inputs]
+            self.held[stage.number] = tuple(program.once(self.rank, fed))
+        return self.held[stage.number]
 
     def _tangents(self, stage: StagePrograms, i: int, taken: list[Tensor]) -> list[Tensor]:
         taken = taken or self.kept.pop((stage.number, i), [])
