@@ -3,7 +3,6 @@
 from autopar.solver.blocks.folding import fold
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.blocks.repetition import Run, find_runs
-from autopar.solver.brute_force import brute_force
 from autopar.solver.dual.planes import highest_point
 from autopar.solver.integer.pulp_backend import solver_name
 from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_least
@@ -20,7 +19,6 @@ __all__ = [
     "TraceEntry",
     "Usage",
     "UsagePrices",
-    "brute_force",
     "evaluate",
     "find_runs",
     "fold",

@@ -1,4 +1,4 @@
-"""The smallest limit that some choice meets: an ILP that minimises the peak usage and ignores costs."""
+"""The smallest limit that some choice meets: by prices of the times, and by halving what they leave open."""
 
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, SolverError
 from autopar.solver.blocks.folding import MARGIN, foldable
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.clock import now
 from autopar.solver.integer import highs
-from autopar.solver.integer.ilp import IlpLimits, IlpResult, Model
-from autopar.solver.integer.pulp_backend import solve_pulp
-from autopar.solver.problem import Array, Edge, IndexArray, Problem, Usage, UsagePrices, evaluate, peak_usage
+from autopar.solver.problem import Array, Edge, Problem, Usage, UsagePrices, evaluate, peak_usage
 from autopar.solver.reduce.usage import UsageTable, with_usages_priced
 
 MOST_PRICINGS = 12
 PRICING_SHARE = 0.6
 """Of the time, for choices by prices."""
 
-ENTRY_S = 1e-6
-"""For making the integer program and handing it over, by entry: of eleven million, seven seconds of the processor."""
-
 CLOSE = 1e-4
 """Relative distance from the least peak at which a choice is taken for the smallest, where none is asked for."""
 
 
 def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = "auto") -> float:
-    """Bytes; exact when the ILP ends in time, else a limit that is known to be enough.
+    """Bytes; the least to within ``CLOSE`` when the search ends in time, else a limit that is known to be enough.
 
     Where blocks repeat they choose alike: the limit is enough, and the least that equal blocks need.
 
@@ -76,20 +71,23 @@ def _is_allowed(problem: Problem, choice: Sequence[int]) -> bool:
 def _smallest(
     problem: Problem, time_limit: float, backend: str, known: Sequence[tuple[int, ...]], gap: float
 ) -> tuple[int, ...]:
-    """By prices of the times first, which need no integer program of the whole, then by that."""
+    """By prices of the times first, then between what they prove and what they find."""
+    from autopar.solver.pipeline import solve
+
     deadline = now() + time_limit
     problem = _only_forbidden(problem)
     choice, bound = _by_prices(problem, known, PRICING_SHARE * time_limit, backend, gap)
-    peak = peak_usage(problem, choice)
-    if peak <= max(bound, sum_of_least(problem)) * (1 + gap) or now() > deadline:
-        return choice
-    if _entries(problem) * ENTRY_S > deadline - now():
-        return choice
-    result = _minimise_peak(problem, peak, IlpLimits(deadline - now(), gap), backend)
-    if result.choice is None:
-        return choice
-    other = tuple(result.choice[node] for node in range(len(problem.costs)))
-    return min(choice, other, key=lambda c: peak_usage(problem, c))
+    low, peak = max(bound, sum_of_least(problem)), peak_usage(problem, choice)
+    while peak > low * (1 + gap) and now() < deadline:
+        limit = (low + peak) / 2
+        try:
+            choice = solve(replace(problem, limit=limit), time_limit=deadline - now(), backend=backend).choice
+        except InfeasibleError:
+            low = limit
+        except SolverError:  # in time neither a choice nor a proof that there is none
+            break
+        peak = min(peak, peak_usage(problem, choice))
+    return choice
 
 
 def _by_prices(
@@ -159,90 +157,3 @@ def sum_of_least(problem: Problem) -> float:
     """The highest usage where every node uses the least that it can at each time: none is below it."""
     least = tuple(Usage(u.node, np.full(len(u.option), u.option.min()), u.start, u.end) for u in problem.usages)
     return peak_usage(replace(problem, usages=least), [0] * len(problem.costs))
-
-
-def _minimise_peak(problem: Problem, peak: float, limits: IlpLimits, backend: str) -> IlpResult:
-    model = _model(problem, peak)
-    if backend == "highs" or (backend == "auto" and highs.is_installed()):
-        return highs.solve_highs(model, limits, None)
-    return solve_pulp(model, limits, None, "cbc" if backend == "auto" else backend)
-
-
-def _model(problem: Problem, peak: float) -> Model:
-    """Binary x for each option; the last variable is the peak, as a share of a peak known to be enough."""
-    first = np.concatenate([[0], np.cumsum([len(cost) for cost in problem.costs])]).astype(np.int64)
-    last = int(first[-1])
-    rows: list[dict[int, float]] = []
-    upper: list[float] = []
-    lower: list[float] = []
-    for node in range(len(problem.costs)):
-        rows.append(dict.fromkeys(range(first[node], first[node + 1]), 1.0))
-        lower.append(1.0)
-        upper.append(1.0)
-    for row in _implications(problem, first):
-        rows.append(row)
-        lower.append(-math.inf)
-        upper.append(0.0)
-    for row in _usage_rows(problem, first, peak):
-        rows.append(row | {last: -1.0})
-        lower.append(-math.inf)
-        upper.append(0.0)
-    allowed = np.concatenate([np.isfinite(cost).astype(float) for cost in problem.costs] + [np.ones(1)])
-    cost = np.zeros(last + 1)
-    cost[last] = 1.0
-    starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-    columns = np.array([column for row in rows for column in row], dtype=np.int64)
-    values = np.array([value for row in rows for value in row.values()])
-    return Model(
-        cost,
-        allowed,
-        np.arange(last + 1) < last,
-        starts,
-        columns,
-        values,
-        np.array(lower),
-        np.array(upper),
-        peak,
-        tuple(range(len(problem.costs))),
-        first,
-    )
-
-
-def _entries(problem: Problem) -> int:
-    """How many ``_implications`` has, and one for each option at each time at which it is used."""
-    made: dict[int, int] = {}
-    for edge in problem.edges:
-        if id(edge.cost) not in made:
-            allowed = np.isfinite(edge.cost)
-            made[id(edge.cost)] = sum(int(a[~a.all(axis=1)].sum()) for a in (allowed, allowed.T))
-    starts = np.array(sorted({usage.start for usage in problem.usages if usage.start < usage.end}))
-    used = [np.searchsorted(starts, (u.start, u.end)) @ (-1, 1) * np.count_nonzero(u.option) for u in problem.usages]
-    return sum(made[id(edge.cost)] for edge in problem.edges) + sum(map(int, used))
-
-
-def _implications(problem: Problem, first: IndexArray) -> list[dict[int, float]]:
-    """An option needs one of its partners: x[u, a] <= sum of x[v, b] over the allowed pairs (a, b)."""
-    rows = []
-    for edge in problem.edges:
-        allowed = np.isfinite(edge.cost)
-        for one, two, matrix in ((edge.u, edge.v, allowed), (edge.v, edge.u, allowed.T)):
-            for option in np.flatnonzero(~matrix.all(axis=1)):
-                row = dict.fromkeys((int(first[two] + b) for b in np.flatnonzero(matrix[option])), -1.0)
-                mine = int(first[one] + option)
-                row[mine] = row.get(mine, 0.0) + 1.0
-                rows.append(row)
-    return rows
-
-
-def _usage_rows(problem: Problem, first: IndexArray, peak: float) -> list[dict[int, float]]:
-    """The usage at each time at which something starts: no other time has a larger one."""
-    rows = []
-    for time in sorted({usage.start for usage in problem.usages if usage.start < usage.end}):
-        row: dict[int, float] = {}
-        for usage in problem.usages:
-            if usage.start <= time < usage.end:
-                for option in np.flatnonzero(usage.option):
-                    column = int(first[usage.node] + option)
-                    row[column] = row.get(column, 0.0) + float(usage.option[option]) / peak
-        rows.append(row)
-    return rows

@@ -16,7 +16,6 @@ from autopar.solver.blocks.folding import Part, solve_folded
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.dual import linear
 from autopar.solver.dual.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
-from autopar.solver.dual.dual import Pushes
 from autopar.solver.dual.neighbourhood import improve_parts
 from autopar.solver.dual.search import Search
 from autopar.solver.integer import highs
@@ -46,15 +45,15 @@ from autopar.solver.settings import PROGRAMS
 @dataclass
 class State:
     """What the phases know. ``graph``: the problem as far as it is reduced; ``plain``: where only what is forbidden and
-    what is separable is gone. Without ``exact`` a good choice is enough. ``pushes``: messages to begin with, where the
-    problem is reduced already. ``done``: nothing is left to do."""
+    what is separable is gone. Without ``exact`` a good choice is enough. ``reduced``: whether it is already reduced as
+    far as it can be. ``done``: nothing is left to do."""
 
     incumbent: Incumbent
     backend: str
     warm_starts: Sequence[Sequence[int]] = ()
     tied: Tied | None = None
     exact: bool = True
-    pushes: Pushes | None = None
+    reduced: bool = False
     size: dict[str, int] = field(default_factory=dict)
     method: list[str] = field(default_factory=list)
     solve: Callable[..., Solution] | None = None
@@ -186,13 +185,13 @@ class Reduce:
 
     def run(self, state: State) -> None:
         graph, incumbent = state.graph, state.incumbent
-        if state.pushes is not None:
+        if state.reduced:
             drop_forbidden(graph)
         else:
             state.use(self.name)
             latest = state.until(self.share)
             reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds() > latest, PROGRAMS.each))
-        if not state.limited and incumbent.choice is not None and state.pushes is None:
+        if not state.limited and incumbent.choice is not None and not state.reduced:
             # Where time is short, a first choice made better is all that there will be.
             late = state.until(self.searching_share)
             search_from(graph, graph.project(incumbent.choice), incumbent, "local search", pairs=False, until=late)
@@ -322,8 +321,7 @@ class Messages:
             before = graph.size()
             prices = incumbent.usage_prices.at(graph.times)
             deadline = state.until(self.share if state.exact else 0.9)
-            ascend(graph, incumbent, self.sweeps, prices, deadline, choice_only=not state.exact, start=state.pushes)
-            state.pushes = None
+            ascend(graph, incumbent, self.sweeps, prices, deadline, choice_only=not state.exact)
             state.use(self.name)
             if incumbent.proven() or incumbent.seconds_left() < 0:
                 state.done = True

@@ -73,7 +73,7 @@ def _part_solver(backend: str) -> SolvePart:
         for choice in part.warm_starts:
             incumbent.offer(choice, "warm start")
         run_phases(
-            FLAT, State(incumbent, backend, part.warm_starts, None, part.exact, part.pushes, part.size, solve=solve)
+            FLAT, State(incumbent, backend, part.warm_starts, None, part.exact, part.reduced, part.size, solve=solve)
         )
         return incumbent
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,10 +15,7 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
-from autopar.solver import Problem, UsagePrices, evaluate, find_runs, solve
-from autopar.solver.blocks.parts import take_apart
-from autopar.solver.blocks.powers import contract
-from autopar.solver.blocks.relaxation import Relaxation
+from autopar.solver import Problem, evaluate, solve
 from autopar.solver.integer.highs import is_installed, solve_highs
 from autopar.solver.integer.ilp import IlpLimits, build
 from autopar.solver.reduce.graph import Graph
@@ -93,19 +89,3 @@ def test_the_reduced_problem_has_the_optimum_of_the_whole(name: str, shape: tupl
     assert found.proven
     assert found.objective == pytest.approx(best, rel=1e-7)
     assert found.lower_bound <= best * (1 + 1e-7)
-
-
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=SLOW) for n in ("llama", "mixtral"))])
-def test_powers_of_a_block_have_the_optimum_of_the_whole(name: str) -> None:
-    """The first and last block of each run choose for themselves, all others are one matrix to a power."""
-    layers, shape = 6, (2,)
-    asked, best = problem(name, layers, shape), optimum(name, layers, shape)
-    parts = take_apart(asked, find_runs(asked), 1)
-    assert parts.blocks
-    assert all(block.count > 1 for block in parts.blocks)
-    relaxation = Relaxation(parts, UsagePrices())
-    found = contract(parts, relaxation.ends, relaxation.blocks, 1e10)
-    assert found is not None
-    assert found.value == pytest.approx(best, rel=1e-7)
-    assert evaluate(asked, found.choice.tolist()) == (pytest.approx(best, rel=1e-7), True)
-    assert len(np.unique(parts.blocks[0].copies)) == parts.blocks[0].copies.size

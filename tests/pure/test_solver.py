@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver import Edge, Problem, Solution, Usage, brute_force, evaluate, minimum_limit, peak_usage, solve
+from autopar.solver import Edge, Problem, Solution, Usage, evaluate, minimum_limit, peak_usage, solve
 from autopar.solver.integer import highs as highs_backend
 from autopar.solver.settings import PartSettings, ProgramSettings
+from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 
 BACKENDS = ["cbc"] + ["highs"] * highs_backend.is_installed()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import brute_force, evaluate
+from autopar.solver import evaluate
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import fold
 from autopar.solver.integer import highs
@@ -19,6 +19,7 @@ from autopar.solver.integer.ilp import build
 from autopar.solver.problem import Basis, Problem, Usage
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
+from tests.brute_force import brute_force
 from tests.pure.test_solver_folding import chain
 from tests.pure.test_solver_mixture import knapsack
 

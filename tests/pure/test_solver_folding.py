@@ -11,20 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Edge, Problem, Usage, UsagePrices, brute_force, evaluate, solve
+from autopar.solver import Edge, Problem, Usage, UsagePrices, evaluate, solve
 from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.folding import LEAST_COPIES, fold, foldable
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Prices, Relaxation
 from autopar.solver.blocks.repetition import find_runs
-from autopar.solver.dual.dual import Dual
 from autopar.solver.integer import highs
 from autopar.solver.phases import FLAT, State, run_phases
-from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.minimum_cut import least_crossing
-from autopar.solver.reduce.reductions import drop_forbidden
+from tests.brute_force import brute_force
 from tests.pure.solver_pieces import priced_block, priced_ends
 
 
@@ -271,30 +269,6 @@ class TestCore:
         choice = core.expand(found.choice)
         assert evaluate(tied.problem, choice)[0] == pytest.approx(expected)
         assert evaluate(core.problem, core.project(choice))[0] == pytest.approx(found.objective)
-
-    @given(seeds, st.booleans())
-    @settings(max_examples=25, deadline=None)
-    def test_the_messages_of_its_pieces_bound_it_as_well_as_they_bound_them(self, seed: int, pruned: bool) -> None:
-        random = np.random.default_rng(seed)
-        problem = chain(random, int(random.integers(8, 20)), width=3, hub=bool(seed % 2))
-        tied = tie(take_apart(problem, foldable(find_runs(problem)), 1))
-        try:
-            relaxation = Relaxation(tied.parts, UsagePrices())
-            core = relaxation.core(tied)
-            expected = flat_optimum(tied.problem)
-            graph = Graph(core.problem)
-            drop_forbidden(graph)
-        except InfeasibleError:
-            return
-        pieces = Pieces(relaxation)
-        bound = [pieces.sweep(forward=count % 2 == 1) for count in range(8)][-1]
-        if pruned:
-            pieces.leave_out(expected + 1e-6)
-        start = core.pushes(pieces.messages())
-        kept = {u: {v: m[graph.options[u]] for v, m in around.items()} for u, around in start.items()}
-        found = Dual(graph, start=kept).sweep(forward=True).lower_bound + core.offset
-        assert found <= expected + 1e-6
-        assert pruned or found >= bound - 1e-6
 
 
 class TestSolve:

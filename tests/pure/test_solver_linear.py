@@ -10,13 +10,13 @@ from hypothesis import given, settings
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, Usage, peak_usage, solve
-from autopar.solver.brute_force import brute_force
 from autopar.solver.dual import linear
 from autopar.solver.integer import highs, ilp
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import NEAR_GAP, Incumbent
 from autopar.solver.reduce.reductions import reduce
+from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 
 pytestmark = pytest.mark.skipif(not highs.is_installed(), reason="needs HiGHS")

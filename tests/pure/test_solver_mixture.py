@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, solve
+from autopar.solver import Edge, Problem, Usage, evaluate, solve
 from autopar.solver.reduce.usage import UsageTable
+from tests.brute_force import brute_force
 from tests.pure.test_solver_folding import chain
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Problem, brute_force, evaluate, solve
+from autopar.solver import Problem, evaluate, solve
 from autopar.solver.dual import linear, nearest
 from autopar.solver.dual.nearest import Relaxed, relax_nearest
 from autopar.solver.integer import highs
@@ -20,6 +20,7 @@ from autopar.solver.integer.ilp import build, magnitude_of
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import drop_forbidden
+from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver_blocks_linear import relaxed as of_blocks
 from tests.pure.test_solver_folding import chain

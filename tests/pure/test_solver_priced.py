@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Problem, Solution, brute_force, evaluate, solve
+from autopar.solver import Problem, Solution, evaluate, solve
 from autopar.solver.clock import counted, limited
 from autopar.solver.priced.core import Core
 from autopar.solver.priced.crossover import crossover
@@ -23,6 +23,7 @@ from autopar.solver.problem import IndexArray
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from benchmarks.planted import planted
+from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver import hard_problem
 

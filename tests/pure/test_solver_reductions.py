@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Edge, Problem, Usage, brute_force, evaluate
+from autopar.solver import Edge, Problem, Usage, evaluate
 from autopar.solver.dual.dual import Dual
 from autopar.solver.integer import highs as highs_backend
 from autopar.solver.integer.highs import solve_highs
@@ -30,6 +30,7 @@ from autopar.solver.reduce.reductions import (
     min_plus,
     reduce,
 )
+from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 
 REDUCTIONS: list[Callable[[Graph], object]] = [
@@ -177,15 +178,12 @@ def test_equal_rows_and_columns_are_merged_without_a_difference(seed: int) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(1, 6), st.integers(0, 10**6))
-def test_a_dual_that_begins_anywhere_bounds_the_optimum_and_so_does_what_is_left_of_it(
-    problem: Problem, sweeps: int, seed: int
-) -> None:
+def test_a_dual_bounds_the_optimum_and_so_does_what_is_left_of_it(problem: Problem, sweeps: int, seed: int) -> None:
     graph = settled_graph(problem)
     best = optimum(problem)
     assume(math.isfinite(best))
     rng = np.random.default_rng(seed)
-    start = {n: {o: rng.normal(size=len(graph.costs[n])) for o in graph.neighbours[n]} for n in graph.nodes()}
-    dual = Dual(graph, start=start)
+    dual = Dual(graph)
     for count in range(sweeps):
         assert dual.sweep(forward=count % 2 == 1).lower_bound <= best + 1e-9 * (1 + best)
     chosen = graph.project(brute_force(problem).choice)

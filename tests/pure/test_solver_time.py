@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.solver import Edge, Problem, Usage, brute_force, evaluate, peak_usage, smallest_choice, solve
+from autopar.solver import Edge, Problem, Usage, evaluate, solve
 from autopar.solver import clock as solver_clock
 from autopar.solver.dual.dual import Dual
 from autopar.solver.dual.search import Search
@@ -30,6 +27,7 @@ from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import reduce
 from benchmarks.iopddl import main, read
 from benchmarks.iopddl_instances import generate
+from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver import hard_problem
 
@@ -61,23 +59,6 @@ def test_whenever_time_ends_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyPa
     assert solution.objective <= evaluate(problem, first)[0]
     assert 0 <= solution.lower_bound <= solution.objective
     assert seen < looks + 1000
-
-
-def test_no_integer_program_of_the_peak_is_made_that_takes_longer_than_there_is_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of three mesh axes it may have tens of millions of entries."""
-    module, hard, made = import_module("autopar.solver.minimum_limit"), hard_problem(14, 5), []
-    apart = {u: np.where(np.arange(5)[:, None] == np.arange(u, u + 5) % 5, math.inf, 0.0) for u in range(14)}
-    problem = replace(hard, edges=tuple(Edge(e.u, e.v, apart[e.u]) for e in hard.edges))
-    stated = module._model
-    monkeypatch.setattr(module, "_model", lambda *a: made.append(stated(*a)) or made[-1])
-    known = smallest_choice(problem, 5.0)
-    (model,) = made
-    assert 0.5 * len(model.values) <= module._entries(problem) <= 1.5 * len(model.values)
-    monkeypatch.setattr(module, "ENTRY_S", 1e3)
-    assert peak_usage(problem, smallest_choice(problem, 5.0)) >= peak_usage(problem, known)
-    assert len(made) == 1
 
 
 def test_reductions_end_when_they_are_late() -> None:

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autopar.errors import InfeasibleError
-from autopar.solver.blocks.bounds import AT_ONCE, Bounds
+from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.parts import Tied, take_apart, tie
-from autopar.solver.blocks.relaxation import Core
 from autopar.solver.blocks.repetition import Run, find_runs
-from autopar.solver.dual.dual import Pushes
-from autopar.solver.problem import Problem, UsagePrices, relative_gap
+from autopar.solver.problem import Problem, UsagePrices
 from autopar.solver.reduce.incumbent import Incumbent
 
 MARGIN = 1
@@ -32,9 +30,6 @@ SHARES = (0.4, 0.4, 0.6)
 LEAST_SAVED = 0.2
 """Of the nodes, those that folding must save to be worth it."""
 
-NEAR = 4.0
-"""Times the gap that was asked: a bound that is so near the best choice is raised before a better one is looked for."""
-
 ROUGH, FINE = 0.03, 0.003
 """Rise of the bound between two looks at it, as a share of the gap, below which message passing ends."""
 
@@ -42,7 +37,7 @@ ROUGH, FINE = 0.03, 0.003
 @dataclass(frozen=True)
 class Part:
     """What is solved without folding; ``size`` is written to. Without ``exact``, message passing alone. ``aim``: an
-    objective that is good enough. ``pushes``: messages to begin with, of a problem that is reduced already."""
+    objective that is good enough. ``reduced``: whether it is as far as it can be."""
 
     problem: Problem
     seconds: float
@@ -50,7 +45,7 @@ class Part:
     exact: bool
     warm_starts: tuple[tuple[int, ...], ...] = ()
     aim: float = -math.inf
-    pushes: Pushes | None = None
+    reduced: bool = False
     size: dict[str, int] = field(default_factory=dict)
 
 
@@ -77,9 +72,9 @@ def solve_folded(incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: 
 
     Blocks that cannot choose alike say nothing about the whole: then nothing is found.
     """
+    size.update({f"folded_{name}": count for name, count in tied.problem.size().items()})
     folding = _Folding(incumbent, tied, solve_part, size)
     with contextlib.suppress(InfeasibleError):
-        folding.contract_at_once()
         for turn, share in enumerate(SHARES):
             if incumbent.proven() or incumbent.seconds_left() <= 0:
                 break
@@ -97,78 +92,46 @@ class _Folding:
         size: dict[str, int],
     ) -> None:
         self.incumbent = incumbent
-        self.parts = tied.parts
         self.solve_part = solve_part
         self.size = size
         self.tied = tied
         self.warm = () if incumbent.choice is None else (tied.project(incumbent.choice),)
-        self.bounds: Bounds | None = None
-        size.update({f"folded_{name}": count for name, count in tied.problem.size().items()})
-
-    def contract_at_once(self) -> None:
-        """The optimum, where nothing is priced and blocks are narrow."""
-        self.bounds = Bounds(self.parts, UsagePrices())
-        deadline = self.incumbent.seconds() + self.incumbent.seconds_left()
-        self.bounds.contract(self.incumbent, deadline, AT_ONCE)
+        self.bounds = Bounds(tied.parts, UsagePrices())
 
     def turn(self, seconds: float, *, exact: bool) -> None:
-        """A better choice and a better bound, each in half of the time; where there is no limit a bound comes first, so
-        that no choice is looked for that is much better than it has to be. What local search finds near the known ones
-        comes before that: it leaves less to bound, and is often good enough."""
-        if not exact and self.bounds is not None:
+        """A better choice and a better bound, each in half of the time. A bound comes first, so that no choice is
+        looked for that is much better than it has to be. What local search finds near the known ones comes before that:
+        it leaves less to bound, and is often good enough."""
+        if not exact:
             self._tied_choice(seconds / 4, exact=False, aim=math.inf)
-            deadline = self.incumbent.seconds() + seconds / 2
-            self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
-            near = relative_gap(self.incumbent.objective, self.incumbent.bound()) <= NEAR * self.incumbent.gap
-            if near and not self.incumbent.proven():
-                self.bounds.raise_bound(self.incumbent, deadline, FINE)
+            self._raise_bound(seconds / 2, ROUGH)
             if self.incumbent.proven():
                 return
-        found = self._tied_choice(seconds / 2, exact=exact)
-        if self.bounds is None or (found is not None and len(found.usage_prices.times)):
-            self.bounds = Bounds(self.parts, UsagePrices() if found is None else found.usage_prices)
-        deadline = self.incumbent.seconds() + seconds / 2
-        if not exact:
-            self.bounds.raise_bound(self.incumbent, deadline, ROUGH)
-        if not self.incumbent.proven():
-            self.bounds.raise_bound(self.incumbent, deadline, FINE)
-        if not self.incumbent.proven():
-            self.bounds.contract(self.incumbent, deadline)
+        self._tied_choice(seconds / 2, exact=exact)
+        for stalled in (FINE,) if exact else (ROUGH, FINE):
+            if not self.incumbent.proven():
+                self._raise_bound(seconds / 2, stalled)
 
-    def _tied_choice(self, seconds: float, *, exact: bool, aim: float | None = None) -> Incumbent | None:
-        """The best choice in which blocks are alike, or one that costs no more than ``aim``; None where none is better
-        than what is known.
+    def _raise_bound(self, seconds: float, stalled: float) -> None:
+        self.bounds.raise_bound(self.incumbent, self.incumbent.seconds() + seconds, stalled)
+
+    def _tied_choice(self, seconds: float, *, exact: bool, aim: float | None = None) -> None:
+        """The best choice in which blocks are alike, or one that costs no more than ``aim``: of the tied problem, or of
+        what its reduced pieces leave of it.
 
         Raises:
             InfeasibleError: blocks cannot choose alike.
         """
-        try:
-            return self._solve_tied(seconds, exact, aim)
-        except InfeasibleError:
-            if self.bounds is None or not self.bounds.pruned:
-                raise
-            return None
-
-    def _solve_tied(self, seconds: float, exact: bool, aim: float | None) -> Incumbent:
-        """Solve the tied problem, or what its reduced pieces leave of it, where there is no limit."""
-        core = self._core()
-        problem, warm = (self.tied.problem, self.warm) if core is None else (core.problem, map(core.project, self.warm))
+        core = self.bounds.relaxation.core(self.tied)
+        reduced = bool(core.problem.edges)
+        problem, warm = (core.problem, map(core.project, self.warm)) if reduced else (self.tied.problem, self.warm)
         if aim is None:
-            aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (0.0 if core is None else core.offset)
-        pushes = None if core is None or self.bounds is None else core.pushes(self.bounds.pieces.messages())
-        part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm), aim, pushes)
+            aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (core.offset if reduced else 0.0)
+        part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm), aim, reduced)
         found = self.solve_part(part)
-        told = {name: count for name, count in part.size.items() if core is None or name.startswith("reduced_")}
+        told = {name: count for name, count in part.size.items() if not reduced or name.startswith("reduced_")}
         self.size.update({f"folded_{name}": count for name, count in told.items()})
         if found.choice is not None:
-            choice = found.choice if core is None else core.expand(found.choice)
+            choice = core.expand(found.choice) if reduced else found.choice
             self.warm = (choice,)
             self.incumbent.offer(self.tied.expand(choice), f"equal blocks, {found.found_by}")
-        return found
-
-    def _core(self) -> Core | None:
-        """Of the pieces that are reduced already."""
-        if self.bounds is None or len(self.incumbent.problem.usages):
-            return None
-        core = self.bounds.relaxation.core(self.tied)
-        return core if core.problem.edges else None

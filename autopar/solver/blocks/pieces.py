@@ -13,11 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.solver.blocks.relaxation import Prices, Relaxation
-from autopar.solver.dual.dual import Dual, Pushes, SweepResult
+from autopar.solver.dual.dual import Dual, SweepResult
 from autopar.solver.problem import Array
-
-MANY = 0.6
-"""Share of the options whose removal is worth copying all the matrices."""
 
 MOST_SLACK = 1e6
 """Seconds that stand for the slack of an option which is not there."""
@@ -54,13 +51,6 @@ class Pieces:
         self.prices = relaxation.no_prices()
         self.duals = [Dual(graph) for graph in self.graphs]
 
-    def messages(self) -> list[Pushes]:
-        """What the nodes of each piece have handed to one another, for the options and in the numbers of its graph."""
-        return [
-            {u: {v: dual.push[u][v] for v in graph.neighbours[u]} for u in graph.nodes()}
-            for dual, graph in zip(self.duals, self.graphs, strict=True)
-        ]
-
     def sweep(self, *, forward: bool) -> float:
         """One pass over each piece, then trade; the bound."""
         self.found = [piece.sweep(forward=forward, decode=False) for piece in self.duals]
@@ -69,23 +59,6 @@ class Pieces:
 
     def _bound(self) -> float:
         return float(sum(w * found.lower_bound for w, found in zip(self.weights, self.found, strict=True)))
-
-    def leave_out(self, most: float) -> None:
-        """By the last sweep, the options that no choice which costs at most ``most`` takes in even one copy of a block,
-        where they are many.
-
-        Raises:
-            InfeasibleError: no choice costs so little.
-        """
-        room = most - self._bound()
-        masks = [{node: m <= f.lower_bound + room for node, m in f.marginals.items()} for f in self.found]
-        left, options = (sum(int(of(m)) for each in masks for m in each.values()) for of in (np.sum, len))
-        if left >= (1 - MANY) * options:
-            return
-        for dual, graph, each in zip(self.duals, self.graphs, masks, strict=True):
-            if dual.graph is graph:
-                dual.keep(each)
-                graph.forget_shared()
 
     def _trade(self) -> None:
         seams, outer = [], []

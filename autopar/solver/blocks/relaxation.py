@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.blocks.parts import Parts, Tied
-from autopar.solver.blocks.powers import share_options
-from autopar.solver.dual.dual import Pushes
 from autopar.solver.problem import Array, Edge, IndexArray, Problem, UsagePrices
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
@@ -48,17 +46,13 @@ class Core:
     which they stand.
 
     Args:
-        graphs, reduced: of the ends and of each block, less options that some of their nodes' likes have lost, and as
-            the pieces are.
-        weights: how often each counts.
+        graphs: of the ends and of each block, less options that some of their nodes' likes have lost.
         places: their nodes' numbers in ``problem``.
     """
 
     tied: Tied
     problem: Problem
     graphs: tuple[Graph, ...]
-    reduced: tuple[Graph, ...]
-    weights: tuple[int, ...]
     places: tuple[dict[int, int], ...]
     offset: float
 
@@ -76,21 +70,6 @@ class Core:
             near = graph.project(tuple(choice[at] for at in tied))
             chosen[[place[node] for node in near]] = list(near.values())
         return tuple(chosen.tolist())
-
-    def pushes(self, messages: Sequence[Pushes]) -> Pushes:
-        """The messages of the pieces, which may have lost options since, added up: all prices of seams cancel."""
-        found: dict[int, dict[int, Array]] = {}
-        for graph, place, weight, of_piece, whole in zip(
-            self.graphs, self.places, self.weights, messages, self.reduced, strict=True
-        ):
-            for u, v in graph.pairs():
-                for a, b in ((u, v), (v, u)):
-                    if place[a] != place[b]:
-                        handed = np.full(len(graph.problem.costs[a]), of_piece[a][b].min())
-                        handed[whole.options[a]] = of_piece[a][b]
-                        counted, to = weight * handed[graph.options[a]], found.setdefault(place[a], {})
-                        to[place[b]] = to[place[b]] + counted if place[b] in to else counted
-        return found
 
     def _pieces(self) -> Iterator[tuple[Graph, dict[int, int], IndexArray]]:
         return zip(self.graphs, self.places, (self.tied.ends, *self.tied.blocks), strict=True)
@@ -127,7 +106,7 @@ class Relaxation:
             InfeasibleError: blocks cannot choose alike.
         """
         ends, blocks = self.ends.copy(), [graph.copy() for graph in self.blocks]
-        share_options(self.parts, ends, blocks)
+        _share_options(self.parts, ends, blocks)
         graphs = (ends, *blocks)
         weights = [1, *(block.count for block in self.parts.blocks)]
         numbers: dict[int, int] = {}  # of tied nodes
@@ -147,9 +126,27 @@ class Relaxation:
         offset = sum(weight * graph.offset for graph, weight in zip(graphs, weights, strict=True))
         if costs and offset > 0:  # counts too, where gaps are told as shares
             costs[0], offset = costs[0] + offset, 0.0
-        reduced = (self.ends, *self.blocks)
-        problem = Problem(tuple(costs), tuple(edges), trusted=True)
-        return Core(tied, problem, graphs, reduced, tuple(weights), places, offset)
+        return Core(tied, Problem(tuple(costs), tuple(edges), trusted=True), graphs, places, offset)
+
+
+def _share_options(parts: Parts, ends: Graph, blocks: Sequence[Graph]) -> None:
+    """Ghosts and originals keep the options that all of them have, as where all copies choose alike."""
+    left = -1
+    while left != (left := sum(graph.size()[1] for graph in (ends, *blocks))):
+        for block, graph in zip(parts.blocks, blocks, strict=True):
+            for column, ghost, before, behind in block.seams:
+                _intersect((graph, column), (graph, ghost))
+                _intersect((ends, before), (graph, ghost))
+                _intersect((ends, behind), (graph, column))
+            for ghost, node in block.outer:
+                _intersect((ends, node), (graph, ghost))
+
+
+def _intersect(here: tuple[Graph, int], there: tuple[Graph, int]) -> None:
+    (one, u), (other, v) = here, there
+    mine, theirs = one.options[u], other.options[v]
+    one.keep(u, np.isin(mine, theirs))
+    other.keep(v, np.isin(theirs, mine))
 
 
 def _reduced(problem: Problem, kept: set[int]) -> Graph:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.solver.dual.dual import Dual, Pushes
+from autopar.solver.dual.dual import Dual
 from autopar.solver.dual.search import Search
 from autopar.solver.problem import Array, relative_gap
 from autopar.solver.reduce.graph import Graph
@@ -49,16 +49,14 @@ def ascend(
     deadline: float,
     *,
     choice_only: bool = False,
-    start: Pushes | None = None,
 ) -> Dual:
     """Sweep until the bound stalls, the gap closes or the clock (seconds since the start) reaches the deadline.
 
     Options that every better choice avoids are removed from the graph on the way, when they are many, and at the end.
     Prices of usages stay as they are. With ``choice_only`` it also ends when the gap is small and no
-    better choice was found for long. ``start``: messages to begin with, of all options.
+    better choice was found for long.
     """
-    left = {u: {v: handed[graph.options[u]] for v, handed in around.items()} for u, around in (start or {}).items()}
-    dual = Dual(graph, prices, left)
+    dual = Dual(graph, prices)
     best = -math.inf
     superfluous = _Superfluous(graph)
     stalled, found = 0, 0

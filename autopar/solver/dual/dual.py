@@ -9,9 +9,8 @@ Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -27,9 +26,6 @@ _BARRED = 1e30
 A_LOOK = 500
 """Nodes of a sweep between looks at the clock."""
 
-Pushes: TypeAlias = Mapping[int, Mapping[int, Array]]
-"""What each node has handed to the edge to each neighbour, by option. Any start will do, a good one saves sweeps."""
-
 
 @dataclass
 class SweepResult:
@@ -44,7 +40,7 @@ class SweepResult:
 class Dual:
     """The state of the ascent for a graph that doesn't change meanwhile."""
 
-    def __init__(self, graph: Graph, prices: Array | None = None, start: Pushes | None = None) -> None:
+    def __init__(self, graph: Graph, prices: Array | None = None) -> None:
         self.graph = graph
         self.nodes = graph.nodes()
         self.order = narrow_order(self.nodes, graph.neighbours)
@@ -54,9 +50,6 @@ class Dual:
             node: {other: np.zeros(len(graph.costs[node])) for other in sorted(graph.neighbours[node])}
             for node in self.nodes
         }
-        for node, pushed in (start or {}).items():
-            self.push[node].update(pushed)
-            self.theta[node] -= np.sum(list(self.push[node].values()), axis=0)
         rank = {node: place for place, node in enumerate(self.order)}
         self.earlier = {node: [o for o in self.push[node] if rank[o] < rank[node]] for node in self.nodes}
         self.later = {node: [o for o in self.push[node] if rank[o] > rank[node]] for node in self.nodes}

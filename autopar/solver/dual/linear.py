@@ -8,7 +8,7 @@ Fulkerson and Johnson 1954; restricting to the support: Berthold 2014).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from autopar.solver.dual.nearest import USED, Relaxed, prices_of, relax_nearest
 from autopar.solver.integer import highs
 from autopar.solver.integer.equations import Equations, coupled
 from autopar.solver.integer.ilp import IlpLimits, build, flow_count, is_slow, magnitude_of
-from autopar.solver.problem import Array, UsagePrices
+from autopar.solver.problem import Array, IndexArray, UsagePrices
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
@@ -37,7 +37,7 @@ NEAR_FLOWS = 15_000
 """Flows of the integer program on what the linear one uses and what is nearest to it in reduced costs."""
 
 NEAR_SHARE = 0.3
-"""Of the time left, for that program."""
+"""Of the time left, for each of the two."""
 
 WORK = 1e8
 ROUNDING = 1e-15
@@ -113,47 +113,72 @@ def _round(graph: Graph, found: Relaxed, incumbent: Incumbent, deadline: float) 
     """Choices among the options that the linear program uses, then among those and the nearest to them."""
     largest = {node: int(values.argmax()) for node, values in found.values.items()}
     search_from(graph, largest, incumbent, "linear program and local search", pairs=False)
-    distance = {n: np.where(found.values[n] > USED, 0.0, found.reduced[n] + ROUNDING) for n in found.values}
-    for flows in (0, NEAR_FLOWS):
-        if incumbent.settled():
-            break
-        near = _restricted(graph, distance, flows)
-        if near is not None and not (flows and is_slow(near) and incumbent.refused()):
-            seconds = NEAR_SHARE * (deadline - incumbent.seconds())
-            solve_exactly(near, incumbent, seconds, found.optimum)
+    search_near(incumbent, graph, found, deadline, graph.copy, {node: np.array([node]) for node in found.values})
 
 
-def solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: float) -> None:
-    """The best choice in ``near``, to within a part of the gap that is asked for."""
-    with contextlib.suppress(InfeasibleError):
-        reduce(near, WorkBudget(WORK))
-        if not near.nodes():
-            incumbent.offer(near.expand({}), "linear program")
-            return
-        model = build(near, max(bound - near.offset, 0.0) or near.offset)
-        result = highs.solve_highs(model, IlpLimits(seconds, incumbent.gap / 4), None)
-        if result.choice is not None:
-            search_from(near, result.choice, incumbent, "linear program")
+def _distances(graph: Graph, found: Relaxed, copies: Mapping[int, IndexArray]) -> dict[int, Array]:
+    """How far each option of each node is from being used in one of its copies, in seconds, by original numbers."""
+    distances = {}
+    for node, values in found.values.items():
+        reduced = found.reduced[node] / len(copies.get(node, (0,)))
+        distances[node] = np.full(len(graph.problem.costs[node]), np.inf)
+        distances[node][graph.options[node]] = np.where(values > USED, 0.0, reduced + ROUNDING)
+    return distances
 
 
-def _restricted(graph: Graph, distance: Mapping[int, Array], flows: int) -> Graph | None:
-    """A copy with the options at distance 0, and as many of the nearest as make ``flows`` flows; None where nothing is
-    left out, or nothing is allowed."""
+def search_near(
+    incumbent: Incumbent,
+    graph: Graph,
+    found: Relaxed,
+    deadline: float,
+    whole: Callable[[], Graph],
+    copies: Mapping[int, IndexArray],
+) -> None:
+    """The best choices among the options at distance 0, then among as many of the nearest as an integer program takes.
+
+    Args:
+        graph, found: the linear program and what it found.
+        whole: a graph of the incumbent's problem, to be cut down.
+        copies: the nodes there for which one of ``graph`` stands.
+    """
+    distance = _distances(graph, found, copies)
     reaches = np.unique(np.concatenate([*distance.values(), np.zeros(1)]))
+    reaches = reaches[np.isfinite(reaches)]
+    for flows in (0, NEAR_FLOWS):
+        if incumbent.settled() or incumbent.seconds() > deadline:
+            break
+        reach = _furthest(reaches, flows, lambda reach: _flows(graph, distance, copies, reach))
+        near = whole()
+        with contextlib.suppress(InfeasibleError):
+            for node, far in distance.items():
+                for copy in copies.get(node, np.zeros(0)).tolist():
+                    near.keep(copy, far[near.options[copy]] <= reach)
+            drop_forbidden(near)
+            if not (flows and is_slow(near) and incumbent.refused()):
+                _solve_exactly(near, incumbent, NEAR_SHARE * (deadline - incumbent.seconds()), found.optimum)
+
+
+def _furthest(reaches: Array, most: int, flows: Callable[[float], int]) -> float:
+    """The largest of ascending reaches that makes at most so many flows; the first at least."""
     low, high = 0, len(reaches) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if _flows_within(graph, distance, reaches[middle]) <= flows else (low, middle - 1)
-    part = graph.copy()
-    try:
-        for node, far in distance.items():
-            part.keep(node, far <= reaches[low])
-        drop_forbidden(part)
-    except InfeasibleError:
-        return None
-    return part
+        low, high = (middle, high) if flows(float(reaches[middle])) <= most else (low, middle - 1)
+    return float(reaches[low])
 
 
-def _flows_within(graph: Graph, distance: Mapping[int, Array], reach: float) -> int:
+def _flows(graph: Graph, distance: Mapping[int, Array], copies: Mapping[int, IndexArray], reach: float) -> int:
     kept = {node: int((far <= reach).sum()) for node, far in distance.items()}
-    return sum(kept[u] * kept[v] for u, v in graph.pairs())
+    return sum(kept[u] * kept[v] * len(copies.get(u, (0,))) for u, v in graph.pairs())
+
+
+def _solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: float) -> None:
+    """The best choice in ``near``, to within a part of the gap that is asked for."""
+    reduce(near, WorkBudget(WORK))
+    if not near.nodes():
+        incumbent.offer(near.expand({}), "linear program")
+        return
+    model = build(near, max(bound - near.offset, 0.0) or near.offset)
+    result = highs.solve_highs(model, IlpLimits(seconds, incumbent.gap / 4), None)
+    if result.choice is not None:
+        search_from(near, result.choice, incumbent, "linear program")

@@ -1,4 +1,4 @@
-"""Blocks contracted to min-plus matrices and their powers; elimination of any degree; prices that pieces trade."""
+"""Elimination of any degree; prices that pieces trade."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Edge, Problem, UsagePrices, brute_force, evaluate, solve
+from autopar.solver import Edge, Problem, UsagePrices, evaluate, solve
 from autopar.solver.blocks.folding import foldable
 from autopar.solver.blocks.parts import take_apart
 from autopar.solver.blocks.pieces import Pieces
-from autopar.solver.blocks.powers import Power, contract, min_plus_square
 from autopar.solver.blocks.relaxation import Relaxation
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.reduce.elimination import Factor, eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.ordering import narrow_order
+from tests.brute_force import brute_force
 from tests.pure.solver_pieces import priced_block, priced_ends
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver_folding import chain
 
 seeds = st.integers(0, 2**32 - 1)
-WORK = 1e7
 
 
 def optimum(problem: Problem) -> float:
@@ -33,19 +32,6 @@ def optimum(problem: Problem) -> float:
         return brute_force(problem).objective
     except InfeasibleError:
         return math.inf
-
-
-def contracted(problem: Problem) -> tuple[float, tuple[int, ...] | None]:
-    """What the powers of its blocks say about a problem."""
-    parts = take_apart(problem, foldable(find_runs(problem)), 1)
-    assert parts.blocks
-    try:
-        relaxation = Relaxation(parts, UsagePrices())
-        found = contract(parts, relaxation.ends, relaxation.blocks, WORK)
-    except InfeasibleError:
-        return math.inf, None
-    assert found is not None
-    return found.value, tuple(found.choice.tolist())
 
 
 def eliminated(problem: Problem) -> float:
@@ -112,63 +98,6 @@ class TestElimination:
         assert order.elements == pytest.approx(100 + 100 + 100 + 10 + 1)
 
 
-class TestPowers:
-    @given(seeds, st.integers(1, 13))
-    @settings(max_examples=40, deadline=None)
-    def test_powers_are_repeated_products_and_states_lie_on_a_cheapest_way(self, seed: int, count: int) -> None:
-        random = np.random.default_rng(seed)
-        table = random.integers(0, 20, (2, 3, 3)).astype(float)
-        table[random.random(table.shape) < 0.2] = math.inf
-        expected = table
-        for _ in range(count - 1):
-            expected = min_plus_square(expected, table)
-        power = Power(table, count)
-        assert np.array_equal(power.table, expected)
-        outer, first, last = (int(random.integers(n)) for n in table.shape)
-        states = power.states(outer, first, last)
-        assert len(states) == count
-        assert states[-1] == last
-        way = [first, *states]
-        if math.isfinite(expected[outer, first, last]):
-            assert sum(table[outer, s, t] for s, t in zip(way, way[1:], strict=False)) == expected[outer, first, last]
-
-    @given(seeds)
-    @settings(max_examples=40, deadline=None)
-    def test_equal_brute_force_on_short_runs(self, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        problem = chain(random, 8, width=1, options=2, hub=bool(seed % 2))
-        value, choice = contracted(problem)
-        assert value == pytest.approx(optimum(problem))
-        if choice is not None:
-            assert evaluate(problem, choice) == (pytest.approx(value), True)
-
-    @given(seeds)
-    @settings(max_examples=15, deadline=None)
-    def test_equal_elimination_of_every_node_on_deep_runs(self, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        problem = chain(random, int(random.integers(20, 60)), width=3, hub=bool(seed % 2))
-        value, choice = contracted(problem)
-        assert value == pytest.approx(eliminated(problem))
-        if choice is not None:
-            assert evaluate(problem, choice) == (pytest.approx(value), True)
-
-    def test_blocks_that_do_not_choose_alike(self) -> None:
-        """Neighbours that must differ: tied blocks cannot, the power can."""
-        costs = tuple(np.zeros(2) for _ in range(20))
-        differ = np.where(np.eye(2) > 0, math.inf, 1.0)
-        problem = Problem(costs, tuple(Edge(i, i + 1, differ) for i in range(19)))
-        solution = solve(problem)
-        assert solution.objective == 19
-        assert solution.proven
-
-    def test_too_much_work_is_refused_before_it_is_done(self) -> None:
-        problem = chain(np.random.default_rng(0), 20, width=3)
-        parts = take_apart(problem, foldable(find_runs(problem)), 1)
-        relaxation = Relaxation(parts, UsagePrices())
-        assert contract(parts, relaxation.ends, relaxation.blocks, 10.0) is None
-        assert contract(parts, relaxation.ends, relaxation.blocks, WORK, lambda: True) is None
-
-
 class TestPieces:
     @given(seeds)
     @settings(max_examples=25, deadline=None)
@@ -193,27 +122,6 @@ class TestPieces:
         assert last - 1e-6 <= total <= best + 1e-6
 
     @given(seeds)
-    @settings(max_examples=25, deadline=None)
-    def test_options_that_are_left_out_are_in_no_choice_that_costs_so_little(self, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        problem = chain(random, int(random.integers(12, 30)), width=3, options=5, hub=bool(seed % 2))
-        best = eliminated(problem)
-        try:
-            relaxation = Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
-        except InfeasibleError:
-            return
-        if not math.isfinite(best):
-            return
-        pieces, before = Pieces(relaxation), sum(len(c) for g in relaxation.blocks for c in g.costs)
-        for count in range(12):
-            assert pieces.sweep(forward=count % 2 == 1) <= best + 1e-6
-            pieces.leave_out(best + 1e-6)
-        assert sum(len(g.costs[n]) for g in relaxation.blocks for n in g.nodes()) <= before
-        found = contract(relaxation.parts, relaxation.ends, relaxation.blocks, WORK)
-        assert found is not None
-        assert found.value == pytest.approx(best)
-
-    @given(seeds)
     @example(190)  # where only the last copy takes an option in which no copy finds the one before
     @settings(max_examples=20, deadline=None)
     def test_wide_blocks_are_solved_to_the_end(self, seed: int) -> None:
@@ -227,6 +135,15 @@ class TestPieces:
             return
         assert found.objective == pytest.approx(best)
         assert found.lower_bound == pytest.approx(best)
+
+    def test_blocks_that_do_not_choose_alike(self) -> None:
+        """Neighbours that must differ: tied blocks cannot, blocks on their own can."""
+        costs = tuple(np.zeros(2) for _ in range(20))
+        differ = np.where(np.eye(2) > 0, math.inf, 1.0)
+        problem = Problem(costs, tuple(Edge(i, i + 1, differ) for i in range(19)))
+        solution = solve(problem)
+        assert solution.objective == 19
+        assert solution.proven
 
 
 class TestOrdering:
