@@ -6,7 +6,8 @@
 Measured: a step is forward, backward and AdamW of the same decoder and batch, in the same schedule, with one thread a
 process. The two programs alternate step by step, so that other work on the machine affects both alike. The table has
 the median over the rounds of the ratio of their times in one round, and how far the loss of the first step, whose
-labels are uneven over the micro-batches, is from that of one process.
+labels are uneven over the micro-batches, is from that of one process. Bytes are those of live tensors on each rank at
+the peak of a step, and those sent from stage to stage.
 
 Predicted: the step of the chosen pipeline beside that of the best plan without one.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -22,6 +24,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autopar
+from autopar.runtime.meter import MemoryMeter
+from autopar.spmd.pipeline.links import Links
 from tests.ranks import run_ranks
 
 WIDTH, VOCABULARY, LENGTH, BATCH, MICRO_BATCHES = 256, 512, 64, 16, 4
@@ -148,7 +153,35 @@ def measure(schedule: str, layers: int, rounds: int) -> dict[str, Any]:
             program.step()
             dist.barrier()
             seconds[name].append(time.perf_counter() - began)
-    return {"losses": losses, "seconds": seconds}
+    held = {name: held_and_sent(program) for name, program in both.items()}
+    return {"losses": losses, "seconds": seconds, "held": held}
+
+
+def held_and_sent(program: ByHand | Ours) -> tuple[int, int]:
+    """Return the most bytes that tensors hold in a step, parameters and optimizer state included, and those sent."""
+    total, send, made = 0, Links.send, dist.P2POp.__init__
+
+    def counted_send(links: Links, to: int, tensor: Tensor) -> Any:
+        nonlocal total
+        total += tensor.nbytes
+        return send(links, to, tensor)
+
+    def counted_op(op: dist.P2POp, function: Any, tensor: Tensor, *others: Any, **named: Any) -> None:
+        nonlocal total
+        total += tensor.nbytes if function is dist.isend else 0
+        made(op, function, tensor, *others, **named)
+
+    program.step()
+    states = [v for state in program.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    parameters = [p for group in program.optimizer.param_groups for p in group["params"]]
+    with (
+        patch.object(Links, "send", counted_send),
+        patch.object(dist.P2POp, "__init__", counted_op),
+        MemoryMeter() as meter,
+    ):
+        meter.hold([*parameters, *states])
+        program.step()
+    return meter.peak, total
 
 
 def measured(layers: int, rounds: int) -> list[dict[str, Any]]:
@@ -157,6 +190,7 @@ def measured(layers: int, rounds: int) -> list[dict[str, Any]]:
     for schedule in BY_HAND:
         ranks = run_ranks(2, measure, schedule, layers, rounds, timeout=600.0)
         last = ranks[1]
+        peak, sent = ({k: [r["held"][k][i] for r in ranks] for k in last["held"]} for i in (0, 1))
         pairs = zip(last["seconds"]["autopar"], last["seconds"]["by hand"], strict=True)
         rows.append(
             {
@@ -164,6 +198,10 @@ def measured(layers: int, rounds: int) -> list[dict[str, Any]]:
                 "by hand, s": statistics.median(last["seconds"]["by hand"]),
                 "autopar, s": statistics.median(last["seconds"]["autopar"]),
                 "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+                "by hand, MiB": " and ".join(f"{b / 2**20:.1f}" for b in peak["by hand"]),
+                "autopar, MiB": " and ".join(f"{b / 2**20:.1f}" for b in peak["autopar"]),
+                "by hand, sent MiB": sum(sent["by hand"]) / 2**20,
+                "autopar, sent MiB": sum(sent["autopar"]) / 2**20,
                 "by hand, loss off": abs(last["losses"]["by hand"] - expected) / expected,
                 "autopar, loss off": abs(last["losses"]["autopar"] - expected) / expected,
             }
@@ -184,9 +222,11 @@ class SetUp:
 
 
 def _slow_network() -> str:
-    """Nodes of eight GPUs that share one network card."""
-    text = autopar.Cluster.load("dgx-a100").to_toml()
-    return text.replace("nics = 8", "nics = 1")
+    """Return nodes of eight GPUs that share one network card of 25 Gb/s."""
+    text = autopar.Cluster.load("dgx-h100").to_toml()
+    within, between = text.split("[inter_node]")
+    between = re.sub(r"(?m)^bandwidth_bytes_per_s = .*$", "bandwidth_bytes_per_s = 3.125e9", between, count=1)
+    return f"{within}[inter_node]{between.replace('nics = 8', 'nics = 1')}"
 
 
 def set_ups() -> dict[str, SetUp]:
@@ -198,9 +238,20 @@ def set_ups() -> dict[str, SetUp]:
     thirteen = llama(
         hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40, vocab_size=32000
     )
+    gpt3 = llama(
+        hidden_size=12288, intermediate_size=32768, num_hidden_layers=96, num_attention_heads=96, vocab_size=50304
+    )
+    largest = llama(
+        hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+    )  # fmt: skip
     return {
         "llama-3-8b, 4 x DGX H100": SetUp(eight, 64, 4096, "dgx-h100", {"pp": 4, "dp": 8}, (4, 8)),
-        "13B, 4 nodes of one card": SetUp(thirteen, 128, 2048, "slow", {"pp": 4, "dp": 8}, (4, 8)),
+        "13B, 4 nodes of one 25 Gb/s card": SetUp(thirteen, 128, 2048, "slow", {"pp": 4, "dp": 8}, (4, 8)),
+        "175B, 16 nodes of one 25 Gb/s card": SetUp(gpt3, 256, 2048, "slow", {"pp": 16, "tp": 8}, (16, 8)),
+        "llama-3-405b, 2,048 x DGX H100": SetUp(
+            largest, 512, 8192, "dgx-h100", {"pp": 16, "dp": 128, "tp": 8}, (2048, 8)
+        ),
     }
 
 

@@ -44,6 +44,9 @@ def main(program: Mapping[str, Any]) -> None:
         program: the namespace of an emitted pipeline.
     """
     arguments = read_arguments(program["__doc__"], "the batch of a step")
+    for name in (*program["STAGES"], *program["SPLIT"].values(), *filter(None, [program["PROLOGUE"]])):
+        if not (Path(program["__file__"]).parent / name).exists():
+            raise SystemExit(f"{name} is missing. The programs of the stages must lie beside the one that runs them.")
     pipeline = Pipeline(program)
     given = read_files(arguments)
     take_steps(lambda: pipeline.step(given, arguments.seed), arguments)
@@ -277,8 +280,6 @@ def rows_of(value: Tensor, row: Row, number: int) -> Tensor:
 
 def read_program(path: Path) -> dict[str, Any]:
     """Run a file that lies beside this one."""
-    if not path.exists():
-        raise SystemExit(f"{path} is missing. The programs of the stages must lie beside the one that runs them.")
     return runpy.run_path(str(path), run_name=path.stem)
 
 

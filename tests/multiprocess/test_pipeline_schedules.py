@@ -102,7 +102,7 @@ def _scheduled(chunks: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_schedule_and_a_booster_get_what_one_process_gets(pool: RankPool, chunks: int) -> None:
     for found in pool.run(_scheduled, chunks):
         assert {k: v for k, v in found.items() if not v < FLOAT} == {}
