@@ -250,7 +250,7 @@ def set_ups() -> dict[str, SetUp]:
         "13B, 4 nodes of one 25 Gb/s card": SetUp(thirteen, 128, 2048, "slow", {"pp": 4, "dp": 8}, (4, 8)),
         "175B, 16 nodes of one 25 Gb/s card": SetUp(gpt3, 256, 2048, "slow", {"pp": 16, "tp": 8}, (16, 8)),
         "llama-3-405b, 2,048 x DGX H100": SetUp(
-            largest, 512, 8192, "dgx-h100", {"pp": 16, "dp": 128, "tp": 8}, (2048, 8)
+            largest, 512, 8192, "dgx-h100", {"pp": 16, "dp": 32, "cp": 4, "tp": 8}, (512, 4, 8)
         ),
     }
 
