@@ -46,6 +46,7 @@ class Options:
         accumulators: specs in which they do, by parameter, where an earlier plan has decided them.
         in_flight: micro-batches whose activations are held at once, between their forward and their backward, as by a
             stage of a pipeline.
+        seam_s: seconds for each byte that a rank sends to the stage after or before its own.
         held_batches: times the inputs that the caller holds: as many micro-batches are cut out of them.
         pipeline: what the user asks of a pipeline; None asks for none.
     """
@@ -71,6 +72,7 @@ class Options:
     accumulation_steps: int = 1
     accumulators: Mapping[str, str] = field(default_factory=dict)
     in_flight: int = 1
+    seam_s: float = 0.0
     held_batches: int = 1
     pipeline: Pipeline | None = None
 

@@ -39,7 +39,7 @@ from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.greedy import greedy_choice
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import absorb_separable, drop_forbidden, reduce
-from autopar.solver.settings import PROGRAMS
+from autopar.solver.settings import PRICES, PROGRAMS
 
 
 @dataclass
@@ -87,6 +87,10 @@ class State:
             self._graph = self.plain.copy() if self.limited else Graph(self.problem)
             self.size.update(_sizes("", self._graph) if not self.size else {})
         return self._graph
+
+    def may_search(self) -> bool:
+        """Whether a search by prices has room: its messages hold the table of every edge, which edges here share."""
+        return bool(self.plain.nodes()) and sum(e.cost.size for e in self.problem.edges) <= PRICES.most_elements
 
     def searching(self) -> PricedSearch:
         if self.search is None:
@@ -146,7 +150,7 @@ class First:
         )
         if first is not None:
             state.incumbent.offer(first, "greedy")
-        if state.limited and state.incumbent.choice is None and state.plain.nodes():
+        if state.limited and state.incumbent.choice is None and state.may_search():
             state.searching().first()
 
 
@@ -273,7 +277,7 @@ class Prices:
     """It ends when less than ``progress`` of the gap was closed in a share of its time, and in some rounds."""
 
     def applies(self, state: State) -> bool:
-        if not state.limited or not state.plain.nodes() or not len(state.plain.limits):
+        if not state.limited or not state.may_search() or not len(state.plain.limits):
             return False
         return not state.relaxed or not is_small(state.graph, self.least_flows)
 

@@ -23,6 +23,10 @@ class PriceSettings:
     moving: float = 3e5
     """The same in a move, whose tables are made anew for each: .04 s a move on S."""
 
+    most_elements: float = 1e8
+    """Elements of the tables of all edges up to which there is such a search: each takes 32 bytes. With 372 million, of
+    an 8B model over three mesh axes, it took 24 GB; S has 5 million."""
+
     barred: float = 100.0
     """What a forbidden option costs, in multiples of the dearest choice of all nodes and one edge: more than any choice
     that is worth comparing, and few enough digits above it."""

@@ -67,6 +67,9 @@ UNLIMITED = 2**60
 ROUNDS = 2
 """Times that stages are planned: what a rank holds beside its stages, such as messages, is known after the first."""
 
+SEAM_BYTES = 1e8
+"""Bytes of a message that is long enough for its latency not to count."""
+
 LEAST_SHARE = 0.05
 """Share of the budget that a stage may take at least, whatever the rank's other stages are estimated to."""
 
@@ -279,6 +282,7 @@ class _PipelineSearch:
             self.options,
             accumulation_steps=m * self.options.accumulation_steps,
             in_flight=min(k, m),
+            seam_s=self._send_s(SEAM_BYTES) / SEAM_BYTES,
             held_batches=m,
             compare=False,
         )
@@ -336,9 +340,8 @@ class _PipelineSearch:
             # The remainder goes to the last parts, whatever the number of chunks.
             found = [r for ranges in partition_uniform(len(begins), stages) for r in ranges]
         else:
-            sends = [self._send_s(whole.seams.bytes[at - 1] / self.stage_mesh.size) for at in begins[1:]]
             seconds = [_total(whole.blocks[a:b]).seconds for a, b in _ranges(begins, len(whole.blocks))]
-            found = list(balanced(seconds, stages, extra=(0.0, *sends, 0.0), rank_of=rank_of))
+            found = list(balanced(seconds, stages, rank_of=rank_of))
         return tuple(begins[start] for start, _ in found)
 
     def _estimate(self, whole: _Whole, starts: Sequence[int]) -> Costs:

@@ -25,7 +25,7 @@ from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
 from autopar.planner.pricing.fused import Fused
 from autopar.planner.pricing.overlapped_products import Decomposition, reachable
 from autopar.planner.pricing.transfers import EXPOSED_SHARE, offload_seconds, state_seconds
-from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Use, Variable, output_key, spec_made, spec_read
 from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
@@ -511,9 +511,20 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
             return offload_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
         if v.host_state_bytes:
             return state_seconds(v.host_state_bytes, prices.cluster.host) / d.accumulation_steps
+        crossing = crosses.get(v.key)
+        if crossing is not None:
+            return np.array([d.seam_s * local_bytes(crossing, option.outputs[0], d.mesh) for option in v.options])
         return np.zeros(len(v.options))
 
+    crosses = crossing_stages(d) if d.seam_s else {}
     return tuple(map(of, d.variables, weights or [1.0] * len(d.variables)))
+
+
+def crossing_stages(d: Decisions) -> Mapping[str, TensorMeta]:
+    """Return what the stages of a pipeline send each other by the key of its variable."""
+    ends = {i.node: d.graph.meta(Value(i.node)) for i in d.graph.inputs if d.graph.comes_from_stage(i)}
+    sent = {output_key(o.name): d.graph.meta(o.value) for o in d.graph.outputs if d.graph.goes_to_stage(o)}
+    return ends | sent
 
 
 def edges(

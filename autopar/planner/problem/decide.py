@@ -47,6 +47,7 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
         mesh,
         recomputes=recompute,
         accumulation_steps=options.accumulation_steps,
+        seam_s=options.seam_s,
         widened=widened(graph, options.dtype_of("reduce")),
     )
     options_of_kind: dict[int, tuple[Strategy, ...]] = {}

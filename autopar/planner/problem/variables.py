@@ -62,6 +62,7 @@ class Decisions:
         recomputes: whether ops of the forward may run again in the backward.
         min_offloaded_bytes: smaller values are not offloaded to the host.
         accumulation_steps: micro-batches in one step of the optimizer.
+        seam_s: seconds for each byte that a rank sends to another stage.
         widened: gradients that are reduced only after their cast to a wider dtype.
     """
 
@@ -73,6 +74,7 @@ class Decisions:
     recomputes: bool = False
     min_offloaded_bytes: float = math.inf
     accumulation_steps: int = 1
+    seam_s: float = 0.0
     widened: frozenset[Value] = frozenset()
     _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
     _shared: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
