@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from autopar import AutoparError, Pipeline, PipelinePlan
 from autopar.cli.plan import pipeline_of
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.plans.pipeline import load_plan
+from tests.multiprocess.training_models import llama, seeded, tokens
 
 LAYERS, WIDTH, BATCH = 6, 32, 16
 
@@ -213,3 +215,27 @@ def test_the_ranks_of_a_stage_have_their_share_of_the_network() -> None:
     assert (str(outer), part.nodes, part.devices_per_node, part.inter_node.nics) == ("(dp=8)", 1, 8, 8)
     inner, part = without_axis(Mesh((8, 4), ("dp", "pp")), "pp", cluster)
     assert (str(inner), part.nodes, part.devices_per_node, part.inter_node.nics) == ("(dp=8)", 4, 2, 2)
+
+
+def test_activations_that_are_replicated_in_a_stage_are_sent_in_parts() -> None:
+    """Sums of tensor parallel products are whole on every rank. Over a slow link each sends a part, which the next
+    stage gathers."""
+    text = Cluster.load("p3.16xlarge").to_toml().replace("devices_per_node = 8", "devices_per_node = 2")
+    within, between = text.split("[inter_node]")
+    between = re.sub(r"(?m)^bandwidth_bytes_per_s = .*$", "bandwidth_bytes_per_s = 1e6", between, count=1)
+    columns = {f"*{n}_proj.weight": "S0R" for n in ("q", "k", "v", "gate", "up")}
+    rows = {f"*{n}_proj.weight": "RS0" for n in ("o", "down")}
+    made = autopar.plan(
+        seeded(llama),
+        seeded(tokens),
+        {"pp": 2, "tp": 2},
+        Cluster.from_toml(f"{within}[inter_node]{between}"),
+        pipeline=Pipeline(micro_batches=4, schedule="1f1b"),
+        constraints={**columns, **rows, "input:*": "RR"},
+    )
+    assert isinstance(made, PipelinePlan)
+    sent = [
+        stage.program.tensors[name] for stage in made.stages for o, name in stage.program.results if o.kind == "sent"
+    ]
+    assert sent
+    assert all(tensor.spec.axes for tensor in sent)

@@ -22,6 +22,7 @@ from autopar.solver.priced.search import PricedSearch
 from autopar.solver.problem import IndexArray
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.settings import PriceSettings
 from benchmarks.planted import planted
 from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
@@ -192,3 +193,11 @@ def test_the_trace_names_the_phases() -> None:
     problem, _ = planted(300, options=8, hubs=2, seed=3)
     names = [entry.phase for entry in solve(replace(problem), time_limit=3.0, gap=0.0).trace]
     assert {"first choice", "reductions"} <= set(names)
+
+
+def test_without_room_for_the_tables_of_all_edges_other_phases_find_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.solver.phases.PRICES", PriceSettings(most_elements=10))
+    problem = hard_problem(12, 6, limit_share=0.5)
+    solution = solve(problem, time_limit=2.0)
+    assert "prices" not in solution.method
+    assert evaluate(problem, solution.choice) == (solution.objective, True)
