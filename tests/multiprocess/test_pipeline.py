@@ -106,6 +106,17 @@ def test_a_tied_model_on_two_stages_of_two_ranks(four: RankPool) -> None:
     _check(four.run(_data_parallel))
 
 
+def _gathered_once(backend: str) -> dict[str, float]:
+    cut = {"*.weight": "S0R", "*norm.weight": "S0"}
+    pipeline = Pipeline(micro_batches=4, schedule="zb")
+    return _language("llama", 2, {"pp": 2, "dp": 2}, pipeline, constraints=cut, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_parameters_that_are_gathered_once_a_call(four: RankPool, backend: str) -> None:
+    _check(four.run(_gathered_once, backend))
+
+
 COLUMNS = {f"*{n}_proj.weight": "S0R" for n in ("q", "k", "v", "gate", "up")}
 ROWS = {f"*{n}_proj.weight": "RS0" for n in ("o", "down")}
 

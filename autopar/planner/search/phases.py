@@ -58,7 +58,8 @@ class Free:
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         began = now()
-        if search.budget < math.inf and search.baselines and not any(map(search.fits, search.baselines)):
+        compared = search.baselines or not search.options.constraints
+        if search.budget < math.inf and compared and not any(map(search.fits, search.baselines)):
             until = began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
