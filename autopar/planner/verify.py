@@ -342,6 +342,7 @@ class _Verifier:
             for name in op.reads:
                 readers.setdefault(name, []).append(op)
         kept = {name for _, name in self.program.results}
+        shared = {self.program.root[held] for held in self.program.held_once}
         for op in self.program.ops:
             if not op.in_place:
                 continue
@@ -349,7 +350,9 @@ class _Verifier:
             others = [r for r in readers[name] if r is not op]
             done = all(order[r.name] < order[op.name] and self._only_reads(r) for r in others)
             new = self._is_new(self.program.ops[self.program.writer[name]], op)
-            _require(new and done and op.reads.count(name) == 1 and name not in kept, f"{op.name} overwrites {name}")
+            spares = self.program.root[name] not in shared
+            alone = op.reads.count(name) == 1 and name not in kept
+            _require(new and done and alone and spares, f"{op.name} overwrites {name}")
 
     def _only_reads(self, op: Op) -> bool:
         return op.kind == "wait" or only_reads(op, self.graph)

@@ -7,6 +7,7 @@ computes again, such as a gather that is repeated, stays with each micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from autopar.ir import Arg, Graph, LocalOffset
@@ -77,7 +78,18 @@ def shared(program: Program, graph: Graph) -> Program:
     read = {name for op in first for name in op.reads}
     first += [wait_for(op) for op in first if op.is_collective and not any(t.name in read for t in op.writes)]
     made = {t.name for op in first for t in op.writes}
-    rest = [op for op in program.ops if op.name not in chosen and not (op.kind == "wait" and made.issuperset(op.reads))]
+    held = {program.root[name] for name in made}
+    others = (
+        op for op in program.ops if op.name not in chosen and not (op.kind == "wait" and made.issuperset(op.reads))
+    )
+    rest = [_sparing(op, program, held) for op in others]
     start = next((i for i, op in enumerate(rest) if op.kind != "input"), len(rest))
     ops = (*rest[:start], *first, *rest[start:])
     return replace(program, ops=ops, once=tuple(op.name for op in first)) if first else program
+
+
+def _sparing(op: Op, program: Program, held: Collection[str]) -> Op:
+    """Return an op that does not overwrite what the next micro-batch reads."""
+    if op.in_place and program.root[op.reads[max(op.operand, 0)]] in held:
+        return replace(op, in_place=False, operand=-1)
+    return op
