@@ -39,7 +39,7 @@ from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.parts import Parts, parts_of
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
 from autopar.planner.pricing.prices import Prices
-from autopar.planner.problem.constraints import constrained_names, matches
+from autopar.planner.problem.constraints import those_that_apply
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.forms import plan_forms
@@ -435,7 +435,10 @@ class _PipelineSearch:
                 self._stage_options(m, flying[s]),
                 memory_budget_bytes=int(share),
                 time_limit_s=time_limit_s / len(graphs),
-                constraints={**_those_of(summing.graph, self.options), **specs},
+                constraints={
+                    **those_that_apply(summing.graph, self.options.constraints, self.options.aliases),
+                    **specs,
+                },
             )
             found = self._with_shared(self._stage(d.whole, summing, options), options)
             stages.append(summing)
@@ -569,12 +572,6 @@ def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:
     sent = {f"received:{o.name}": str(tensors[name].spec) for o, name in planned.program.results if o.kind == "sent"}
     back = {f"received:{name}.grad": str(t.spec) for name, t in _inputs(planned, "tangent") if name in stage.takes}
     return sent | back
-
-
-def _those_of(graph: Graph, options: Options) -> dict[str, str]:
-    """Return the constraints that name something in a stage; the whole plan was made with all of them."""
-    names = constrained_names(graph, options.aliases)
-    return {pattern: spec for pattern, spec in options.constraints.items() if matches(pattern, names)}
 
 
 def _block_of(graph: Graph, places: Seams) -> Mapping[str, int]:

@@ -140,6 +140,17 @@ def without_constraint(
     return kept
 
 
+def those_that_apply(graph: Graph, constraints: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return the constraints that say something about a part of the graph that they were made for."""
+    names = constrained_names(graph, aliases)
+
+    def applies(pattern: str, text: str) -> bool:
+        found = matches(pattern, names)
+        return bool(found) and (is_style(text) or any(names[m].ndim == _parsed(pattern, text).ndim for m in found))
+
+    return {pattern: text for pattern, text in constraints.items() if applies(pattern, text)}
+
+
 def matches(pattern: str, names: Mapping[str, object]) -> list[str]:
     """Return the names that a glob matches."""
     try:
