@@ -27,6 +27,7 @@ from autopar.codegen.standalone import (
 )
 from autopar.ir import Input, Output, TensorMeta, Value
 from autopar.pipelines.actions import Schedule
+from autopar.pipelines.request import AXIS
 from autopar.sharding.spec import ShardingSpec
 from autopar.spmd.lowered import Key
 from autopar.spmd.pipeline.links import Links, Mailbox, Traffic
@@ -88,7 +89,7 @@ class Pipeline:
     def __init__(self, program: Mapping[str, Any]) -> None:
         self.program = program
         shape, names = map(tuple, program["MESH"])
-        axis = names.index("pp")
+        axis = names.index(AXIS)
         if len(names) == 1:
             shape, names = (*shape, 1), (*names, "stage")
         mesh = join(shape, names)

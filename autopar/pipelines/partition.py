@@ -45,11 +45,10 @@ def balanced(
     parts: int,
     *,
     allowed: Collection[int] | None = None,
-    extra: Sequence[float] | None = None,
     rank_of: Sequence[int] | None = None,
 ) -> Cut:
     """The best of ``best_cuts``."""
-    return best_cuts(costs, parts, 1, allowed=allowed, extra=extra, rank_of=rank_of)[0]
+    return best_cuts(costs, parts, 1, allowed=allowed, rank_of=rank_of)[0]
 
 
 def best_cuts(
@@ -58,7 +57,6 @@ def best_cuts(
     k: int,
     *,
     allowed: Collection[int] | None = None,
-    extra: Sequence[float] | None = None,
     rank_of: Sequence[int] | None = None,
 ) -> list[Cut]:
     """The ``k`` cuts of a chain into non-empty parts whose slowest rank is fastest, and of equal ones the most even.
@@ -69,8 +67,6 @@ def best_cuts(
         costs: seconds by block.
         parts: number of stages.
         allowed: positions at which a cut may be, that is before which block; all without.
-        extra: by position, from 0 to the number of blocks, seconds that a cut there adds to the parts on both sides,
-            where these are on different ranks.
         rank_of: of each part; each is on a rank of its own without.
 
     Raises:
@@ -84,9 +80,7 @@ def best_cuts(
             found=f"{parts} stages, {len(positions)} places at which a cut may be",
             hint=f"take {len(positions) + 1} stages or fewer",
         )
-    problem = _Chain(
-        (0.0, *accumulate(costs)), extra or (0.0,) * (blocks + 1), tuple(range(parts) if rank_of is None else rank_of)
-    )
+    problem = _Chain((0.0, *accumulate(costs)), tuple(range(parts) if rank_of is None else rank_of))
     if len(set(problem.rank_of)) == parts:
         found = _by_dynamic_program(problem, positions, k)
     elif comb(len(positions), parts - 1) <= FEW_CUTS:
@@ -111,21 +105,15 @@ class _Chain(NamedTuple):
     """Sums of the seconds of the first blocks, see ``best_cuts`` for the rest."""
 
     sums: Sequence[float]
-    extra: Sequence[float]
     rank_of: tuple[int, ...]
 
-    def seconds(self, part: int, start: int, end: int) -> float:
-        total = self.sums[end] - self.sums[start]
-        if part > 0 and self.rank_of[part - 1] != self.rank_of[part]:
-            total += self.extra[start]
-        if part + 1 < len(self.rank_of) and self.rank_of[part + 1] != self.rank_of[part]:
-            total += self.extra[end]
-        return total
+    def seconds(self, start: int, end: int) -> float:
+        return self.sums[end] - self.sums[start]
 
     def key(self, cut: Positions) -> Key:
         loads = [0.0] * (max(self.rank_of) + 1)
         for part, (start, end) in enumerate(_ranges(cut, len(self.sums) - 1)):
-            loads[self.rank_of[part]] += self.seconds(part, start, end)
+            loads[self.rank_of[part]] += self.seconds(start, end)
         return max(loads), sum(load * load for load in loads)
 
 
@@ -143,7 +131,7 @@ def _by_dynamic_program(problem: _Chain, positions: Sequence[int], k: int) -> li
             for start, before in best.items():
                 if start >= end:
                     continue
-                seconds = problem.seconds(part, start, end)
+                seconds = problem.seconds(start, end)
                 cut = (end,) if left else ()
                 labels += [
                     (max(most, seconds), squares + seconds * seconds, done + cut) for most, squares, done in before

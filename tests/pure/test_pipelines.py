@@ -452,17 +452,16 @@ def test_layers_that_no_number_of_chunks_divides_are_an_error():
 
 @st.composite
 def chains(draw) -> dict:
-    """Up to 9 blocks, up to 4 parts, at some positions, with seconds of cuts."""
+    """Up to 9 blocks, up to 4 parts, at some positions."""
     blocks = draw(st.integers(1, 9))
     allowed = draw(st.none() | st.sets(st.integers(1, 9)))
     places = len((allowed or set()) & set(range(1, blocks))) if allowed is not None else blocks - 1
     parts = draw(st.integers(1, min(4, places + 1)))
-    extra = draw(st.none() | st.lists(seconds, min_size=blocks + 1, max_size=blocks + 1))
     costs = draw(st.lists(seconds, min_size=blocks, max_size=blocks))
-    return dict(costs=costs, parts=parts, allowed=allowed, extra=extra)
+    return dict(costs=costs, parts=parts, allowed=allowed)
 
 
-def all_keys(costs, parts, allowed, extra, rank_of=None) -> dict[tuple, tuple[float, float]]:
+def all_keys(costs, parts, allowed, rank_of=None) -> dict[tuple, tuple[float, float]]:
     blocks = len(costs)
     positions = range(1, blocks) if allowed is None else sorted(allowed & set(range(1, blocks)))
     ranks = list(range(parts)) if rank_of is None else rank_of
@@ -472,9 +471,6 @@ def all_keys(costs, parts, allowed, extra, rank_of=None) -> dict[tuple, tuple[fl
         loads = [0.0] * (max(ranks) + 1)
         for part, (start, end) in enumerate(ranges):
             loads[ranks[part]] += sum(costs[start:end])
-            if part and ranks[part - 1] != ranks[part]:
-                for rank in ranks[part - 1 : part + 1]:
-                    loads[rank] += extra[start] if extra else 0.0
         keys[ranges] = (max(loads), sum(load**2 for load in loads))
     return keys
 

@@ -196,8 +196,18 @@ def test_the_trace_names_the_phases() -> None:
 
 
 def test_without_room_for_the_tables_of_all_edges_other_phases_find_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solver.phases.PRICES", PriceSettings(most_elements=10))
+    made: list[Graph] = []
+
+    def counted_search(graph: Graph, incumbent: Incumbent) -> PricedSearch:
+        made.append(graph)
+        return PricedSearch(graph, incumbent)
+
+    monkeypatch.setattr("autopar.solver.phases.PricedSearch", counted_search)
     problem = hard_problem(12, 6, limit_share=0.5)
+    solve(problem, time_limit=2.0)
+    assert made
+    made.clear()
+    monkeypatch.setattr("autopar.solver.phases.PRICES", PriceSettings(most_elements=10))
     solution = solve(problem, time_limit=2.0)
-    assert "prices" not in solution.method
+    assert not made
     assert evaluate(problem, solution.choice) == (solution.objective, True)
