@@ -63,10 +63,16 @@ def simulate_program(
         lowered, graph, mesh, named, seed, ranks, meters, accumulators, counts=lowered.accumulate is None
     )
     found = _whole(lowered.results, results, graph, mesh)
-    grads = {o.name: t for o, t in (_whole(lowered.gradients, gradients, graph, mesh) | inputs).items()}
+    made_last = _whole(lowered.gradients, gradients, graph, mesh) | inputs
+    grads = {o.name: _as_stored(t, named.get(("parameter", o.name))) for o, t in made_last.items()}
     outputs = {o.name: t for o, t in found.items() if o.kind == "output"}
     buffers = {o.name: t for o, t in found.items() if o.kind == "mutation"}
     return outputs, Simulation(outputs, grads, buffers, max(m.peak for m in meters))
+
+
+def _as_stored(gradient: Tensor, parameter: Tensor | None) -> Tensor:
+    """Return the gradient in the dtype of its parameter, as autograd hands it on."""
+    return gradient if parameter is None else gradient.to(parameter.dtype)
 
 
 def _step(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.ir import FLOATS, Graph, Input, Node, Output, TensorMeta, Value
+from autopar.ir import FLOATS, ITEMSIZE, Graph, Input, Node, Output, TensorMeta, Value
 from autopar.planner.footprint.op_work import VIEWS
 from autopar.program import Op, Program
 
@@ -24,27 +24,60 @@ def with_gradient_sums(graph: Graph, steps: int, reduce: str | None) -> Graph:
 
     Args:
         steps: micro-batches; with more than one each gradient has an accumulator.
-        reduce: the dtype in which gradients are summed over micro-batches and ranks; None for their own.
+        reduce: the dtype in which gradients are summed over micro-batches and ranks; None for that in which each is
+            computed over ranks, and the parameter's over micro-batches.
     """
-    if reduce is not None:
-        graph = _widened(graph, reduce)
+    graph = _uncast(graph)
+    if reduce is not None or steps > 1:
+        graph = _cast(graph, reduce)
     return graph if steps == 1 else _accumulating(graph)
 
 
-def _widened(graph: Graph, dtype: str) -> Graph:
-    """Cast every gradient of a parameter to ``dtype``. Its reader casts it back once it is reduced."""
+def _uncast(graph: Graph) -> Graph:
+    """Return ``graph`` without the casts of gradients from the dtype of computation to their parameters'.
+
+    The reader of a gradient casts it once it is reduced, so it is sent in half the bytes, and nothing waits for it.
+    """
+    results = [o.value for o in graph.outputs if not is_gradient(o)]
+    made = {o.value: graph.by_name[o.value.node] for o in graph.outputs if is_gradient(o)}
+    casts = {
+        value: node.inputs[0]
+        for value, node in made.items()
+        if node.packet == "aten._to_copy"
+        and set(dict(node.kwargs)) <= {"dtype"}
+        and ITEMSIZE[graph.meta(node.inputs[0]).dtype] == HALF < ITEMSIZE[graph.meta(value).dtype]
+        and not graph.consumers.get(value)
+        and value not in results
+    }
+    gone = {value.node for value in casts}
+    return replace(
+        graph,
+        nodes=tuple(n for n in graph.nodes if n.name not in gone),
+        outputs=tuple(replace(o, value=casts.get(o.value, o.value)) for o in graph.outputs),
+    )
+
+
+HALF = 2
+"""Bytes of the dtypes of mixed precision."""
+
+
+def _cast(graph: Graph, dtype: str | None) -> Graph:
+    """Cast every gradient of a parameter to ``dtype``, or to the parameter's. Its reader casts it back once it is
+    reduced."""
     taken = {n.name for n in graph.nodes}
     after: dict[str, list[Node]] = {}
     outputs = []
+    stored = {i.name: graph.meta(Value(i.node)).dtype for i in reversed(graph.inputs) if i.kind == "parameter"}
     for output in graph.outputs:
         made, meta = graph.by_name[output.value.node], graph.meta(output.value)
-        if is_gradient(output) and meta.dtype != dtype and meta.dtype in FLOATS:
+        to = dtype or stored.get(output.name, meta.dtype)
+        if is_gradient(output) and meta.dtype != to and meta.dtype in FLOATS:
             cast = Node(
-                _unused_name(f"{made.name}_{dtype}", taken),
+                _unused_name(f"{made.name}_{to}", taken),
                 "aten._to_copy.default",
                 (output.value,),
-                (("dtype", f"torch.{dtype}"),),
-                (TensorMeta(meta.shape, dtype),),
+                (("dtype", f"torch.{to}"),),
+                (TensorMeta(meta.shape, to),),
                 "backward",
                 made.module,
                 made.source,

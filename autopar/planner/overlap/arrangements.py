@@ -162,6 +162,9 @@ class Arrangements:
             if launch.slot > at:
                 yield from self._computed(at, launch.slot)
                 at = launch.slot
+            casts_s = sum([op.seconds for m in launch.members for op in m.casts])
+            if casts_s:
+                yield Event("compute", "", launch.members[0].op.phase, (), (), casts_s)
             if id(launch.members) not in self._events_of:
                 self._events_of[id(launch.members)] = launch.members, self._event(launch.members)
             yield self._events_of[id(launch.members)][1]
@@ -205,6 +208,7 @@ class Arrangements:
             if launch.slot > at:
                 made += self.parts.fixed[at : launch.slot]
                 at = launch.slot
+            made += [op for m in launch.members for op in m.casts]
             made.append(self._launch(launch.members))
         return (*made, *self.parts.fixed[at:])
 

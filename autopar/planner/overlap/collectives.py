@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from autopar.cost_models import BUCKETED
 from autopar.ir import FLOATS, Phase
 from autopar.planner.footprint.collective_buffers import SUMMED
-from autopar.program import Op, Program
+from autopar.program import LocalTensor, Op, Program
 
 Kind: TypeAlias = Literal["early", "middle", "late"]
 
@@ -31,6 +31,7 @@ class SchedulableCollective:
             before.
         waits_for: positions of the collectives whose results it sends.
         key: collectives with equal keys may share a launch.
+        casts: ops that make what it sends of an input alone, just before it is launched.
     """
 
     op: Op
@@ -41,6 +42,7 @@ class SchedulableCollective:
     level: int
     waits_for: tuple[int, ...]
     key: tuple[object, ...]
+    casts: tuple[Op, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Parts:
     """A program without its collectives, and these.
 
     Args:
-        fixed: the ops that stay in their order: all but collectives and waits for them.
+        fixed: the ops that stay in their order: all but collectives, what goes with them, and waits for them.
         collectives: the collectives, in the order of the program.
         begins, ends: of each phase, the first slot and the one after its last op.
     """
@@ -62,7 +64,9 @@ class Parts:
 def extract_collectives(program: Program) -> Parts:
     """Take the collectives out of ``program``, each with its slots."""
     launched = {t.name for op in program.ops if op.is_collective for t in op.writes}
-    fixed = tuple(op for op in program.ops if not op.is_collective and not _is_wait(op, launched))
+    casts = _casts(program)
+    beside = {op.name for made in casts.values() for op in made}
+    fixed = tuple(op for op in program.ops if not (op.is_collective or _is_wait(op, launched) or op.name in beside))
     begins, ends = _phases(fixed)
     moved = [op for op in program.ops if op.is_collective]
     made = {t.name: i for i, op in enumerate(fixed) for t in op.writes}
@@ -79,8 +83,45 @@ def extract_collectives(program: Program) -> Parts:
         depth = after[i] if kind == "early" else level[i]
         waits_for = tuple(by[name] for name in op.reads if name in by)
         key = _key(op, i, kind, depth)
-        collectives.append(SchedulableCollective(op, i, first[i], last[i], kind, depth, waits_for, key))
+        own = casts.get(op.name, ())
+        collectives.append(SchedulableCollective(op, i, first[i], last[i], kind, depth, waits_for, key, own))
     return Parts(fixed, tuple(collectives), begins, ends)
+
+
+def _casts(program: Program) -> dict[str, tuple[Op, ...]]:
+    """Return the ops that can wait until a collective is launched, by its name: narrower casts, views and slices of an
+    input that are read by the collective and perhaps by others in later phases."""
+    readers: dict[str, list[Op]] = {}
+    for op in program.ops:
+        for name in op.reads if op.kind != "wait" else ():
+            readers.setdefault(name, []).append(op)
+    changed = {op.reads[op.operand] for op in program.ops if op.in_place and op.kind == "compute"}
+    there = {t.name: t for op in program.ops if op.kind == "input" for t in op.writes if t.name not in changed}
+    kept = changed | {name for _, name in program.results}
+    made: dict[str, tuple[Op, ...]] = {}
+    found: dict[str, tuple[Op, ...]] = {}
+    for op in program.ops:
+        if op.is_collective or op.in_place or len(op.reads) != 1 or op.reads[0] not in there:
+            continue
+        if not _shows(op, there[op.reads[0]]) or op.name in program.once or op.writes[0].name in kept:
+            continue
+        written, casts = op.writes[0], (*made.get(op.reads[0], ()), op)
+        of = readers.get(written.name, [])
+        now = [r for r in of if r.phase == op.phase]
+        if len(now) != 1 or not (len(of) == 1 or all(r.is_collective for r in of)):
+            continue
+        there[written.name], made[written.name] = written, casts
+        if now[0].is_collective:
+            found[now[0].name] = casts
+    return found
+
+
+def _shows(op: Op, given: LocalTensor) -> bool:
+    """Whether an op only shows what it is given in another way, in no more bytes."""
+    if len(op.writes) != 1 or op.kind not in ("compute", "redistribute"):
+        return False
+    made = op.writes[0]
+    return op.kind == "redistribute" or op.alias or (made.meta.shape == given.meta.shape and made.bytes < given.bytes)
 
 
 def _key(op: Op, at: int, kind: Kind, level: int) -> tuple[object, ...]:

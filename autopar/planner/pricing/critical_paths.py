@@ -27,14 +27,15 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir import Phase
+from autopar.planner.graphs.ahead import casts_of_parameters
 from autopar.planner.problem.variables import Decisions, Use, Variable
 from autopar.solver import Run
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Work: TypeAlias = Literal["gather", "compute", "wait", "reduce"]
 
-HIDEABLE: tuple[Work, ...] = ("gather", "reduce")
-"""Work that can run alongside computation."""
+SENT: tuple[Work, ...] = ("gather", "wait", "reduce")
+"""Work of the streams that communicate, of which there is one for each mesh axis."""
 
 EVEN_SECTIONS = 4
 """The number of equal sections of a phase that repeats nothing."""
@@ -47,7 +48,7 @@ AVAILABLE = ("parameter", "buffer", "input", "received", "tangent")
 
 
 class CostTerm(NamedTuple):
-    """Seconds that the objective weights alike. Work that can hide has a term for each mesh axis."""
+    """Seconds that the objective weights alike. What is sent has a term for each mesh axis."""
 
     work: Work
     phase: Phase
@@ -108,7 +109,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class TermAssignment:
     """The cost term that the seconds of each variable and each use belong to, if they take any.
 
-    A use that can hide has a term for each mesh axis.
+    A use that sends has a term for each mesh axis.
     """
 
     variables: tuple[CostTerm | None, ...]
@@ -136,17 +137,26 @@ class _Assigner:
     def _terms_of_use(self, use: Use) -> tuple[CostTerm, ...]:
         source, target = self.d.variables[use.source], self.d.variables[use.target]
         if reduces(self.d, use):
-            return self._hideable_terms("reduce", "backward", self._section(source))
+            return self._sent_terms("reduce", "backward", self._section(source))
         if use.kept or use.rerun or use.source == use.target:
             return ()
         section = self._section(target)
-        if section is not None and source.kind in AVAILABLE:
-            return self._hideable_terms("gather", target.phase, section)
+        if section is not None and self._is_available(source):
+            return self._sent_terms("gather", target.phase, section)
         phase = target.phase if section is not None else source.phase
         section = self._section(source) if section is None else section  # a result, or a hold variable
-        return () if section is None else (CostTerm("wait", phase, section),)
+        return self._sent_terms("wait", phase, section)
 
-    def _hideable_terms(self, work: Work, phase: Phase, section: int | None) -> tuple[CostTerm, ...]:
+    def _is_available(self, source: Variable) -> bool:
+        """Whether what the variable has is there when a phase begins, or can be."""
+        made = source.value.node if source.value is not None else source.node.name if source.node is not None else ""
+        return source.kind in AVAILABLE or (source.kind in ("op", "hold") and made in self._ahead)
+
+    @cached_property
+    def _ahead(self) -> frozenset[str]:
+        return casts_of_parameters(self.d.graph)
+
+    def _sent_terms(self, work: Work, phase: Phase, section: int | None) -> tuple[CostTerm, ...]:
         axes = range(self.d.mesh.ndim)
         return () if section is None else tuple(CostTerm(work, phase, section, axis) for axis in axes)
 
@@ -205,7 +215,7 @@ def cost_terms(cut: Sections, axes: int) -> list[CostTerm]:
         for phase in cut.starts
         for work in works
         for s in range(cut.count(phase))
-        for axis in range(axes if work in HIDEABLE else 1)
+        for axis in range(axes if work in SENT else 1)
         if (work, phase) != ("reduce", "forward")
     ]
 
@@ -228,11 +238,11 @@ def _phase_paths(
 
     def path(k: int, end: int, gathered: int, reduced: int) -> list[float]:
         within = {"gather": range(k), "compute": range(k, end), "wait": range(k, end), "reduce": range(end, n)}
-        on = {"gather": gathered, "reduce": reduced}
+        on = {"gather": gathered, "reduce": reduced}  # waits on any axis
         return row(lambda b: b.section in within[b.work] and b.axis == on.get(b.work, b.axis))
 
     def sent(axis: int) -> list[float]:
-        return row(lambda b: b.work in HIDEABLE and b.axis == axis) if axes > 1 else row(lambda b: b.work != "compute")
+        return row(lambda b: b.work in SENT and b.axis == axis)
 
     n = cut.count(phase)
     ends = range(n + 1) if reducing else (n,)

@@ -35,6 +35,7 @@ from autopar.planner.pricing.critical_paths import (
     phase_paths,
     sections,
 )
+from autopar.planner.pricing.mixing import Entries, Mixing, Paths, Segments, segments
 from autopar.planner.pricing.prices import Array, Prices, costs, edges, use_seconds
 from autopar.planner.problem.fewer_layers import FewerLayers, with_fewer_layers
 from autopar.planner.problem.variables import Decisions, Use
@@ -59,6 +60,10 @@ under all planes."""
 
 WORTH_GAPS = 4.0
 """Factor on the requested gap: weights are tried as long as they may raise the bound by this much."""
+
+
+MIXTURES = 3
+"""Mixtures of known choices to try, with less and less of what is limited."""
 
 
 class ChoiceSeconds(NamedTuple):
@@ -298,8 +303,12 @@ class Objective:
             rows, columns = ends[alike].T
             if use.source == use.target:
                 continue
-            if not terms or terms[0].work == "wait":
-                found.add(self._order[terms[0]] if terms else exposed, prices.blocking_seconds(d, use), rows, columns)
+            if not terms:
+                found.add(exposed, prices.blocking_seconds(d, use), rows, columns)
+                continue
+            if terms[0].work == "wait":
+                for term, seconds in zip(terms, prices.blocking_seconds_by_axis(d, use), strict=False):
+                    found.add(self._order[term], seconds, rows, columns)
                 continue
             launches, sent = prices.hideable(d.variables[use.source], d.variables[use.target], use)
             share = self.launch_share / d.accumulation_steps if terms[0].work == "reduce" else 1.0
@@ -307,6 +316,21 @@ class Objective:
             for term, seconds in zip(terms, sent, strict=True):
                 found.add(self._order[term], seconds, rows, columns)
         return found
+
+    def mixed(
+        self, choices: Sequence[Sequence[int]], usages: Sequence[Usage] = (), limit: float = math.inf
+    ) -> Sequence[int] | None:
+        """Return a choice in which every block follows one of ``choices``, with a low F; None where none of them is
+        within the limit."""
+        unhidden = np.append(self._unhidden, 1.0)
+        counts = np.concatenate([np.pad(self._paths, ((0, 0), (0, 1))), unhidden[None]])
+        flat, located = self._term_seconds._flat
+        entries = Entries(flat, *located)
+        return Mixing(self._segments, entries, Paths(counts, self.ranges), choices, usages, limit).best()
+
+    @cached_property
+    def _segments(self) -> Segments:
+        return segments(self.decisions, self._runs)
 
     # The minimum.
 
@@ -319,6 +343,7 @@ class Objective:
         most: int = MAX_SOLVES,
         out_of_time: Callable[[], bool] = lambda: False,
         bound: float = -math.inf,
+        used: Callable[[Sequence[int]], float] = lambda _: 0.0,
     ) -> Solution:
         """Find the best choice under F within the usages and limit of ``asked``, with a bound on F.
 
@@ -330,7 +355,9 @@ class Objective:
             most: the number of weightings to try.
             out_of_time: whether there is no time for another weighting.
             bound: a known bound on F.
+            used: the most that a choice uses of what is limited, where that is more than its ``usages`` say.
         """
+        choices = list(known)
         known_seconds = [self.seconds_by_term(choice) for choice in known]
         weights = self.weights if not known_seconds else self._smoothed(self._best_weights(known_seconds)[1])
         best = self._best_of(known, known_seconds) if not asked.usages else None
@@ -340,10 +367,13 @@ class Objective:
             at = solve(problem, () if best is None else (best.choice,))
             seconds_by_term = self.seconds_by_term(at.choice)
             known_seconds.append(seconds_by_term)
+            choices.append(at.choice)
             if at.lower_bound > raised:
                 raised, self.weights = at.lower_bound, weights
                 bound = max(bound, raised)
             best = _better(best, replace(at, objective=self._seconds(seconds_by_term)))
+            if best.objective - bound > gap * best.objective:
+                best = _better(best, self._mixture(choices, asked, used))
             if best.objective - bound <= gap * best.objective or turn == most - 1 or out_of_time():
                 break
             ceiling, highest = self._best_weights(known_seconds)
@@ -353,6 +383,21 @@ class Objective:
         assert best is not None
         bound = min(bound, best.objective)
         return replace(best, lower_bound=bound, proven=best.objective - bound <= gap * best.objective)
+
+    def _mixture(
+        self, choices: Sequence[Sequence[int]], asked: Problem, used: Callable[[Sequence[int]], float]
+    ) -> Solution | None:
+        """Return the best mixture of ``choices`` within the limit of ``asked``; None where none is found."""
+        limit = asked.limit
+        for _ in range(MIXTURES):
+            choice = self.mixed(choices, asked.usages, limit)
+            if choice is None:
+                return None
+            over = used(choice) - asked.limit
+            if over <= 0:
+                return Solution(tuple(choice), self.seconds(choice), -math.inf, proven=False, method="mixing")
+            limit -= over
+        return None
 
     def _best_of(self, known: Sequence[Sequence[int]], known_seconds: Sequence[ChoiceSeconds]) -> Solution | None:
         """Return the known choice that is cheapest under F; the weighted sums do not see F."""
@@ -371,9 +416,11 @@ class Objective:
         return highest_point(constants, [self._paths @ p.term_s for p in known_seconds], self.ranges)
 
 
-def _better(best: Solution | None, other: Solution) -> Solution:
+def _better(best: Solution | None, other: Solution | None) -> Solution:
     """Return the solution with the lower objective, with the solver's seconds of both."""
-    if best is None:
-        return other
+    if best is None or other is None:
+        found = best or other
+        assert found is not None
+        return found
     least = other if other.objective < best.objective else best
     return replace(least, seconds=best.seconds + other.seconds)

@@ -65,6 +65,7 @@ class Prices:
     _edges: dict[tuple[object, ...], tuple[Array, object, object]] = field(default_factory=dict)
     _edge_of_use: dict[int, tuple[Use, Array]] = field(default_factory=dict)
     _blocking: dict[int, tuple[Use, Array]] = field(default_factory=dict)
+    _blocking_by_axis: dict[int, tuple[tuple[Array, ...], Array]] = field(default_factory=dict)
     _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
     _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
     _traffic: dict[int, tuple[Graph, Mapping[str, FusedTraffic]]] = field(default_factory=dict)
@@ -147,15 +148,49 @@ class Prices:
             self._without_reduction[id(cost)] = cost, np.where(same, cost, math.inf)
         return self._without_reduction[id(cost)][1]
 
-    def blocking_edge(self, d: Decisions, use: Use, weight: float) -> Array:
-        """Return the cost of a use that the program waits for, times ``weight``.
+    def blocking_seconds_by_axis(self, d: Decisions, use: Use) -> tuple[Array, ...]:
+        """Return for each mesh axis the seconds for which the program waits for it; what is no collective of a use is
+        the first one's."""
+        total = self.blocking_seconds(d, use)
+        if id(total) not in self._blocking_by_axis:
+            found: tuple[Array, ...] = (total,)
+            if self.mesh.ndim > 1 and not self._is_free(total):
+                source, target = d.variables[use.source], d.variables[use.target]
+                made = [spec_made(o, use.out) for o in source.options]
+                taken = [spec_read(o, use.position) for o in target.options]
+                costs = self.collectives.of(use.meta.dtype)
+                ends = [self._redistribution_seconds(made, taken, use.meta, c) for c in (costs, *costs.by_axis)]
+                sent = np.isfinite(ends[0]) & (ends[0] > 0) & np.isfinite(total)
+                of_axes = [
+                    np.divide(b - a, DEARER * ends[0], where=sent, out=np.zeros_like(total)).clip(0.0, 1.0)
+                    for a, b in itertools.pairwise(np.where(sent, end, 1.0) for end in ends)
+                ]
+                last = np.where(sent, 1.0 - sum(of_axes), 0.0).clip(0.0)
+                others = [np.where(sent, share * np.where(sent, total, 0.0), 0.0) for share in (*of_axes[1:], last)]
+                found = (np.where(sent, total - sum(others), total), *others)
+            self._blocking_by_axis[id(total)] = found, total
+        return self._blocking_by_axis[id(total)][0]
+
+    def _is_free(self, seconds: Array) -> bool:
+        if id(seconds) not in self._free:
+            self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
+        return self._free[id(seconds)][1]
+
+    def blocking_edge(self, d: Decisions, use: Use, weights: tuple[float, ...]) -> Array:
+        """Return the cost of a use that the program waits for; seconds count by the weight of their axis.
 
         What is free stays one array, by which the solver finds repeated blocks.
         """
         seconds = self.blocking_seconds(d, use)
-        if id(seconds) not in self._free:
-            self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
-        return seconds if self._free[id(seconds)][1] else self.weighted(seconds, weight)
+        if self._is_free(seconds):
+            return seconds
+        if len(set(weights)) == 1:
+            return self.weighted(seconds, weights[0])
+        key = (id(seconds), *weights)
+        if key not in self._weighted:
+            parts = self.blocking_seconds_by_axis(d, use)
+            self._weighted[key] = seconds, np.asarray(sum(w * part for w, part in zip(weights, parts, strict=True)))
+        return self._weighted[key][1]
 
     def hideable_edge(
         self, source: Variable, target: Variable, use: Use, weights: tuple[float, ...], share: float
@@ -553,6 +588,6 @@ def use_seconds(
     ``launch_share``."""
     work, counted = weight or ("wait", (1.0,))
     if work == "wait":
-        return prices.blocking_edge(d, use, *counted)
+        return prices.blocking_edge(d, use, counted)
     ends = d.variables[use.source], d.variables[use.target]
     return prices.hideable_edge(*ends, use, counted, launch_share / d.accumulation_steps if work == "reduce" else 1.0)

@@ -15,6 +15,7 @@ from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.implementations import implementation, packing_kernels
 from autopar.planner.footprint.op_work import VIEWS, local_bytes
+from autopar.planner.graphs.ahead import casts_of_parameters
 from autopar.planner.memory.live_ranges import replaces_original
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import place_transfers, state_seconds, transfer_seconds
@@ -97,6 +98,11 @@ class _Scheduler:
         """Outputs of modules that a constraint redistributes."""
         copy_variables = (v for v in self.d.variables if v.kind == "copy" and v.value is not None)
         return frozenset(v.value for v in copy_variables if v.value is not None and v.key == forced_key(v.value))
+
+    @cached_property
+    def ahead(self) -> frozenset[str]:
+        """Ops whose results are there when a phase begins, as parameters are."""
+        return casts_of_parameters(self.graph)
 
     @cached_property
     def owner(self) -> Mapping[str, str]:
@@ -366,7 +372,7 @@ class _Scheduler:
     def _redistribute(self, value: Value, source: ShardingSpec, target: ShardingSpec, phase: Phase) -> str:
         made = self.made[phase][value]
         if target not in made:
-            there = self.graph.by_name[value.node].op == "placeholder"
+            there = self.graph.by_name[value.node].op == "placeholder" or value.node in self.ahead
             for take in self._steps(value, source, target, phase, hiding=there):
                 take()
         return made[target]
