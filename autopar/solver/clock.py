@@ -39,7 +39,7 @@ PRICES_S: Mapping[str, float] = {
     "mixed use": 0.3e-6,
     "held variable": 5e-6,
     "usage": 12e-6,
-    "interval": 13e-6,
+    "interval": 3e-6,
     "evaluated edge": 3e-6,
     "node of runs": 18e-6,
     "edge of a graph": 13e-6,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from autopar.errors import InfeasibleError
-from autopar.solver.blocks.blocks_linear import relax_blocks
+from autopar.solver.blocks.blocks_linear import RATE, relax_blocks
 from autopar.solver.blocks.folding import Part, solve_folded
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.dual import linear
@@ -167,7 +167,7 @@ class Folding:
         assert state.tied is not None and state.solve_part is not None
         state.size.update(state.problem.size())
         state.use(self.name)
-        solve_folded(state.incumbent, state.tied, state.solve_part, state.size)
+        solve_folded(state.incumbent, state.tied, state.solve_part, state.size, linear=state.backend == "highs")
         if state.incumbent.choice is not None:
             pairs = sum(edge.cost.size for edge in state.problem.edges)
             state.done = state.incumbent.seconds_left() <= 0 or pairs > self.most_pairs
@@ -242,8 +242,6 @@ class LinearProgram:
 
     name: ClassVar[str] = "linear program"
     share: float = 0.2
-    rate: float = 2.5e-10
-    """Seconds, for the square of the flows: programs of 35 and 450 thousand took .3 and 46 s."""
     nearest: float = 0.08
     """Of the flows, where only the nearest columns are in the program: one of 840 thousand took 1.6 s."""
 
@@ -254,7 +252,7 @@ class LinearProgram:
             return False
         flows = flow_count(state.graph, linear.MAX_FLOWS)
         whole = flows if flows <= linear.MANY_FLOWS else self.nearest * flows
-        expected = self.rate * whole**2
+        expected = RATE * whole**2
         return flows <= linear.MAX_FLOWS and expected <= self.share * state.incumbent.seconds_left()
 
     def run(self, state: State) -> None:

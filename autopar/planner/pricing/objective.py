@@ -9,7 +9,7 @@ overlapping computation does not pay for (see ``schedule.timeline``)::
 The solver minimises sums. For any weights of a phase's paths that sum to 1, the weighted sum of the paths is at most
 their maximum, so the minimum of this linear problem is a bound on F (a Lagrangian relaxation, Geoffrion 1974). The
 bound is concave in the weights, and each choice found on the way is a plane above it. Cutting planes find the best
-weights (Kelley 1960), taken a little towards the best so far, which steadies them (Ben-Ameur and Neto 2007).
+weights (Kelley 1960), taken towards the best so far, which steadies them (Ben-Ameur and Neto 2007).
 
 Where gradients accumulate over n micro-batches, F is the mean of their seconds: the backward is one phase with its
 reductions in one of n micro-batches, and one without them in the others.
@@ -54,9 +54,9 @@ NEAR_PATH_WEIGHT = 0.05
 ``NEAR_PATH`` get the share ``NEAR_PATH_WEIGHT`` of all weight. Choices that tie under the weights differ in these paths
 by a percent of a step, and the bound loses less than the product of the two."""
 
-SMOOTHING = 0.25
-"""The share of the best weights so far in those that are tried next. The rest goes to the weights that are highest
-under all planes."""
+STEP = 0.75
+"""How far the weights that are tried next are from the best ones so far, as a share of the way to those that are highest
+under all planes; half as far after weights whose bound is lower."""
 
 WORTH_GAPS = 4.0
 """Factor on the requested gap: weights are tried as long as they may raise the bound by this much."""
@@ -359,7 +359,8 @@ class Objective:
         """
         choices = list(known)
         known_seconds = [self.seconds_by_term(choice) for choice in known]
-        weights = self.weights if not known_seconds else self._smoothed(self._best_weights(known_seconds)[1])
+        step = STEP
+        weights = self.weights if not known_seconds else self._towards(self._best_weights(known_seconds)[1], step)
         best = self._best_of(known, known_seconds) if not asked.usages else None
         raised = -math.inf
         for turn in range(most):
@@ -371,13 +372,15 @@ class Objective:
             if at.lower_bound > raised:
                 raised, self.weights = at.lower_bound, weights
                 bound = max(bound, raised)
+            else:
+                step /= 2
             best = _better(best, replace(at, objective=self._seconds(seconds_by_term)))
             if best.objective - bound > gap * best.objective:
                 best = _better(best, self._mixture(choices, asked, used))
             if best.objective - bound <= gap * best.objective or turn == most - 1 or out_of_time():
                 break
             ceiling, highest = self._best_weights(known_seconds)
-            last, weights = weights, self._smoothed(highest)
+            last, weights = weights, self._towards(highest, step)
             if ceiling - raised <= WORTH_GAPS * gap * best.objective or np.allclose(last, weights):
                 break
         assert best is not None
@@ -407,8 +410,8 @@ class Objective:
         seconds, i = min(found)
         return Solution(tuple(known[i]), seconds, -math.inf, proven=False, method="known")
 
-    def _smoothed(self, weights: Array) -> Array:
-        return SMOOTHING * self.weights + (1 - SMOOTHING) * weights
+    def _towards(self, weights: Array, step: float) -> Array:
+        return (1 - step) * self.weights + step * weights
 
     def _best_weights(self, known_seconds: Sequence[ChoiceSeconds]) -> tuple[float, Array]:
         """Return the highest value of the lowest plane of ``points``, and the weights there."""

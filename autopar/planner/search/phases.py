@@ -221,7 +221,7 @@ class Joint:
         if sum_of_least(constrained(search, state, objective, active, search.budget)) > search.budget:
             return state
         exposed, boundaries = 0, frozenset[int]()
-        seeds: tuple[Choice, ...] = ()
+        seeds = _choices(state.best, objective)
         weigh = self.per_option
         for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
             began = now()

@@ -23,9 +23,9 @@ from autopar.solver.problem import Array, Basis
 
 FEASIBILITY_TOLERANCE = 1e-8
 
-STEP, ENTRIES = 0.2, 400_000
+STEP, ENTRIES = 0.4, 180_000
 """Of the price of a step of the simplex method, what any takes, and entries of a program that take all of it: steps
-took 29, 124, 217 and 160 us in programs of .15, .64, 1.2 and 1.9 million."""
+took 89, 170, 184, 488 and 290 us in programs of .17, .29, .58, 1.1 and 1.5 million, and as few as 49 in one of .57."""
 
 TREE = "iteration of a tree"
 ITERATION = 1 / 40_000

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 
@@ -19,12 +19,18 @@ from autopar.solver.problem import USAGE_TOLERANCE, Array, IndexArray, Problem
 from autopar.solver.reduce.times import undominated_times
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Row:
     """What each option of one node uses at the times start <= t < end, above its least option."""
 
     start: int
     end: int
     amount: Array
+
+    @cached_property
+    def most(self) -> float:
+        """What the largest option uses."""
+        return float(np.maximum.reduce(self.amount))
 
 
 @dataclass(frozen=True)
@@ -254,16 +260,16 @@ class Graph:
 
     def _normalise_rows(self, node: int) -> None:
         """What every option uses is taken from the limit; equal intervals are added up, empty rows go."""
-        merged: dict[tuple[int, int], Array] = {}
+        merged: dict[tuple[int, int], Row] = {}
         for row in self.rows[node]:
             least = np.minimum.reduce(row.amount)
             if least > 0:
                 self.limits[row.start : row.end] -= least
-            if np.maximum.reduce(row.amount) > least:
+            if row.most > least:
                 key = (row.start, row.end)
-                above = row.amount - least
-                merged[key] = merged[key] + above if key in merged else above
-        self.rows[node] = [Row(start, end, amount) for (start, end), amount in merged.items()]
+                above = row if least == 0 else Row(row.start, row.end, row.amount - least)
+                merged[key] = Row(*key, merged[key].amount + above.amount) if key in merged else above
+        self.rows[node] = list(merged.values())
 
     def drop_loose_times(self) -> None:
         """Times at which even the largest options fit constrain nothing; nor do those implied by another.
@@ -277,19 +283,27 @@ class Graph:
         if self.limits.min() < 0:
             over = -float(self.limits.min())
             raise InfeasibleError("No choice fits the limit.", found=f"the smallest options exceed it by {over:,.0f}")
+        left: dict[tuple[int, int], float] = {}
         for node in self.nodes():
-            if self.rows[node] and node not in self.averaged:
+            if node not in self.averaged and any(row.most > self._left(row, left) for row in self.rows[node]):
                 self.keep(node, ~self.oversized(node))
         rows = [row for node in self.nodes() for row in self.rows[node]]
         intervals = [(row.start, row.end) for row in rows]
         tick("interval", len(intervals))
-        most = [row.amount.max() for row in rows]
+        most = [row.most for row in rows]
         ends = np.array(intervals, dtype=np.int64).reshape(-1, 2)
         largest = np.zeros(len(self.limits) + 1)
         np.add.at(largest, ends[:, 0], most)
         np.subtract.at(largest, ends[:, 1], most)
         tight = np.cumsum(largest)[:-1] > self.limits
         self._keep_times(undominated_times(intervals, self.limits, tight))
+
+    def _left(self, row: Row, known: dict[tuple[int, int], float]) -> float:
+        """The least that is left of the limit at the times of a row."""
+        span = (row.start, row.end)
+        if span not in known:
+            known[span] = float(self.limits[row.start : row.end].min())
+        return known[span]
 
     def oversized(self, node: int) -> np.ndarray:
         """Which options exceed what is left at some time when every other node uses its least."""
