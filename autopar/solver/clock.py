@@ -29,8 +29,8 @@ SLOWEST = 2.0
 """Seconds on the wall for one of others' work: what takes longer than that may as well be left for what comes next."""
 
 PRICES_S: Mapping[str, float] = {
-    "decision": 40e-6,
-    "strategy": 100e-6,
+    "decision": 20e-6,
+    "strategy": 20e-6,
     "priced use": 12e-6,
     "use": 7e-6,
     "scheduled op": 24e-6,

@@ -114,17 +114,16 @@ class Mixing:
     ) -> None:
         self.segments, self.paths, self.limit = segments, paths, limit
         self.choices = np.array([(*choice, 0) for choice in choices], dtype=np.int64)
-        flat = np.where(np.isfinite(entries.flat), entries.flat, FORBIDDEN_S)
         tick("mixed use", len(self.choices) * len(entries.row))
-        self.own = self._own(entries, flat)
-        self.around = self._between(entries, flat)
+        self.own = self._own(entries)
+        self.around = self._between(entries)
         self.used = self._used(usages)
 
     @property
     def _ways(self) -> range:
         return range(len(self.choices))
 
-    def _own(self, entries: Entries, flat: Array) -> Array:
+    def _own(self, entries: Entries) -> Array:
         """The lengths of the paths by segment and choice, from what is inside the segment."""
         of = self.segments.of
         inside = (entries.column < 0) | (of[entries.row] == of[entries.column])
@@ -132,12 +131,12 @@ class Mixing:
         terms, at = self.paths.counts.shape[1], of[row]
         found = []
         for choice in self.choices:
-            seconds = flat[start + width * choice[row] + choice[column]]
+            seconds = np.minimum(entries.flat[start + width * choice[row] + choice[column]], FORBIDDEN_S)
             summed = np.bincount(at * terms + term, seconds, self.segments.count * terms)
             found.append(summed.reshape(-1, terms) @ self.paths.counts.T)
         return np.stack(found, axis=1)
 
-    def _between(self, entries: Entries, flat: Array) -> list[list[tuple[int, Array]]]:
+    def _between(self, entries: Entries) -> list[list[tuple[int, Array]]]:
         """For each segment its neighbours, with the lengths by choice of the segment and of the neighbour."""
         of = self.segments.of
         outside = (entries.column >= 0) & (of[entries.row] != of[entries.column])
@@ -148,8 +147,8 @@ class Mixing:
         lengths = np.zeros((count, ways, ways, self.paths.counts.shape[0]))
         for i in self._ways:
             for j in self._ways:
-                seconds = flat[start + width * self.choices[i][row] + self.choices[j][column]]
-                summed = np.bincount(at.ravel() * terms + term, seconds, count * terms)
+                seconds = entries.flat[start + width * self.choices[i][row] + self.choices[j][column]]
+                summed = np.bincount(at.ravel() * terms + term, np.minimum(seconds, FORBIDDEN_S), count * terms)
                 lengths[:, i, j] = summed.reshape(-1, terms) @ self.paths.counts.T
         around: list[list[tuple[int, Array]]] = [[] for _ in range(self.segments.count)]
         for (u, v), pair in zip(ends.T.tolist(), lengths, strict=True):

@@ -55,8 +55,8 @@ NEAR_PATH_WEIGHT = 0.05
 by a percent of a step, and the bound loses less than the product of the two."""
 
 STEP = 0.75
-"""How far the weights that are tried next are from the best ones so far, as a share of the way to those that are highest
-under all planes; half as far after weights whose bound is lower."""
+"""How far the weights that are tried next are from the best ones so far, as a share of the way to those that are
+highest under all planes; half as far after weights whose bound is lower."""
 
 WORTH_GAPS = 4.0
 """Factor on the requested gap: weights are tried as long as they may raise the bound by this much."""
@@ -166,7 +166,7 @@ class Objective:
         return costs(self.decisions, self.prices)
 
     @cached_property
-    def _runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[Run, ...]:
         """Runs of equal blocks, found without any hiding."""
         tick("priced use", len(self.decisions.uses))
         return find_runs(Problem(self._option_seconds, edges(self.decisions, self.prices)))
@@ -174,18 +174,18 @@ class Objective:
     @property
     def depth(self) -> int:
         """The number of layers in the longest run of equal ones."""
-        return max((len(run.copies) for run in self._runs), default=0)
+        return max((len(run.copies) for run in self.runs), default=0)
 
     def with_fewer_layers(self, layers: int) -> FewerLayers | None:
         """Return the decisions with only this many layers; None if they have no more, or depend on all of them."""
         if layers not in self._fewer:
-            self._fewer[layers] = with_fewer_layers(self.decisions, self._runs, layers)
+            self._fewer[layers] = with_fewer_layers(self.decisions, self.runs, layers)
         return self._fewer[layers]
 
     @cached_property
     def sections(self) -> Sections:
         """Where the sections of each phase start."""
-        return self.within or sections(self.decisions, self._runs)
+        return self.within or sections(self.decisions, self.runs)
 
     @cached_property
     def _terms(self) -> TermAssignment:
@@ -268,7 +268,7 @@ class Objective:
         if not any(problem is free for free in self._sums.values()):
             return fold(problem)
         if id(problem) not in self._tied:
-            self._tied[id(problem)] = problem, fold(problem, self._runs)
+            self._tied[id(problem)] = problem, fold(problem, self.runs)
         return self._tied[id(problem)][1]
 
     def seconds(self, choice: Sequence[int]) -> float:
@@ -330,7 +330,7 @@ class Objective:
 
     @cached_property
     def _segments(self) -> Segments:
-        return segments(self.decisions, self._runs)
+        return segments(self.decisions, self.runs)
 
     # The minimum.
 

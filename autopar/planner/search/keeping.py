@@ -17,19 +17,41 @@ from autopar.ir import Value
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.problem.variables import Decisions, hold_key, rerun_key
 from autopar.program import Program
+from autopar.solver import Run
 
 Choice = tuple[int, ...]
 Measure = Callable[[Sequence[int]], "tuple[Program, MemoryProfile]"]
 
 
-def layer_boundaries(decisions: Decisions, layers: int) -> frozenset[int]:
-    """The hold variables of what crosses the narrow places between ``layers`` of about equal bytes.
+def layer_boundaries(decisions: Decisions, runs: Sequence[Run]) -> frozenset[int]:
+    """The hold variables of what crosses from layer to layer, in all layers at the same narrow place.
 
     Where such a value is recomputed, so is all of the layer before it, and all layers before that, at once: each op
     runs again when the first of its readers does. Constraints see every layer recomputed by itself.
     """
-    kept = Keeping(decisions, (), {}).cuts(layers)
+    keeping = Keeping(decisions, (), {})
+    places = [p for run in runs for p in _layer_starts(decisions, run, keeping)]
+    crossing = [keeping.crossing(p) for p in places] or [keeping.cuts(2)]
+    kept = frozenset[Value]().union(*crossing)
+    if len(crossing) > 1:  # what all layers read is no link between two of them
+        kept -= crossing[0].intersection(*crossing[1:])
     return frozenset(decisions.index[hold_key(value)] for value in kept)
+
+
+def _layer_starts(decisions: Decisions, run: Run, keeping: Keeping) -> list[int]:
+    """The positions of the op of each layer before which the least crosses, in the layers in the middle."""
+    layers = run.copies.reshape(len(run.copies) * run.layers, -1)
+    middle = [decisions.variables[i] for i in layers[len(layers) // 2]]
+    width = {
+        column: keeping.widths[keeping.position[v.node.name]]
+        for column, v in enumerate(middle)
+        if v.kind == "op" and v.node is not None and keeping.position[v.node.name] in keeping.widths
+    }
+    if not width:
+        return []
+    column = min(width, key=lambda c: (width[c], c))
+    made = (decisions.variables[i].node for i in layers[:, column])
+    return [keeping.position[node.name] for node in made if node is not None]
 
 
 @dataclass(frozen=True)
@@ -108,9 +130,9 @@ class Keeping:
         total, kept = sum(sizes), frozenset[Value]()
         share = total / pieces
         for piece in range(1, pieces):
-            near = [p for p in self._widths if abs(self._before[p] - piece * share) <= share / 3]
+            near = [p for p in self.widths if abs(self._before[p] - piece * share) <= share / 3]
             if near:
-                kept |= self.crossing(min(near, key=lambda p: (self._widths[p], p)))
+                kept |= self.crossing(min(near, key=lambda p: (self.widths[p], p)))
         return kept
 
     @cached_property
@@ -127,7 +149,7 @@ class Keeping:
         return found
 
     @cached_property
-    def _widths(self) -> dict[int, int]:
+    def widths(self) -> dict[int, int]:
         """Bytes that cross each place of the forward: a storage does from where it is made to where it is last read."""
         graph, last = self.decisions.graph, dict[Value, int]()
         for value, readers in graph.consumers.items():
@@ -156,8 +178,8 @@ class Keeping:
     @cached_property
     def stretches(self) -> tuple[frozenset[Value], ...]:
         """What is made between two of the narrowest places of the forward: the inside of a block, or of a part."""
-        narrowest = min((w for w in self._widths.values() if w), default=0)
-        places = [p for p, w in self._widths.items() if w == narrowest]
+        narrowest = min((w for w in self.widths.values() if w), default=0)
+        places = [p for p, w in self.widths.items() if w == narrowest]
         made = [
             frozenset(v for v in self.storages if start <= self.position[v.node] < end)
             for start, end in zip(places, places[1:], strict=False)

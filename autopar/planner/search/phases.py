@@ -59,7 +59,7 @@ class Free:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         began = now()
         compared = search.baselines or not search.options.constraints
-        if search.budget < math.inf and compared and not any(map(search.fits, search.baselines)):
+        if search.budget < math.inf and compared and not any(map(search.fits, search.baselines[:1])):
             until = began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
@@ -167,7 +167,7 @@ class KnownShardings:
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
         """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""
         assert state.joint is not None
-        boundaries = layer_boundaries(state.joint.decisions, max(state.joint.depth, 2))
+        boundaries = layer_boundaries(state.joint.decisions, state.joint.runs)
         for margin in (settings.MARGIN * search.budget, 0.0):
             active = first_constraints(state, search, state.joint)
             if margin:
@@ -267,7 +267,7 @@ class Joint:
             )
             if not boundaries and max(active.margins.values()) > settings.MARGIN * search.budget:
                 # More than a layer is recomputed at once, which no constraint sees.
-                boundaries = layer_boundaries(objective.decisions, max(objective.depth, 2))
+                boundaries = layer_boundaries(objective.decisions, objective.runs)
                 active = _same_points(active)
                 search.report("layers recomputed one by one")
                 continue

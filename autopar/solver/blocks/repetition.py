@@ -21,6 +21,9 @@ from autopar.solver.reduce.minimum_cut import least_crossing
 MIN_COPIES = 4
 """Shorter runs are not worth folding."""
 
+MOST_ROWS = 8
+"""Of a block: of six layers of Gemma 3 five attend to a window and one to everything."""
+
 SEED_CLASSES = 8
 COVERAGE = 0.9
 """A shift that moves this share of the nodes is taken without trying other seeds."""
@@ -33,9 +36,14 @@ class Run:
     Every edge of a block joins two of its nodes, or a node to one of the next or previous block, or a column to one
     node outside that all blocks share. That holds for the first and the last block too, whose neighbours are no part
     of the run.
+
+    Args:
+        layers: equal parts of a block but for what they read outside: one, or more where layers of several kinds take
+            turns. Their columns follow each other.
     """
 
     copies: IndexArray
+    layers: int = 1
 
 
 @dataclass
@@ -234,14 +242,14 @@ def _runs_in_window(network: _Network, window: _Component, first: int, last: int
     }
     looks = [_row(network, window, place, row) for row in range(first, last)]
     runs = []
-    for start, end in _stretches(looks):
+    for start, end, period in _stretches(looks):
         rows = np.array(
             [
                 [chain[row - b] for b, chain in zip(window.begins, window.orbits, strict=True)]
                 for row in range(first + start, first + end)
             ]
         )
-        runs.append(Run(rows))
+        runs.append(Run(rows.reshape((end - start) // period, -1), period))
     return runs
 
 
@@ -265,12 +273,21 @@ def _row(
     return tuple(look)
 
 
-def _stretches(looks: Sequence[object | None]) -> list[tuple[int, int]]:
-    found = []
-    start = 0
-    for end in range(1, len(looks) + 1):
-        if end == len(looks) or looks[end] != looks[start]:
-            if looks[start] is not None and end - start >= MIN_COPIES:
-                found.append((start, end))
+def _stretches(looks: Sequence[object | None]) -> list[tuple[int, int, int]]:
+    """Stretches of rows that repeat, each with its period: where layers of two kinds take turns, it is two rows."""
+    found: list[tuple[int, int, int]] = []
+    free = [look is not None for look in looks]
+    for period in range(1, MOST_ROWS + 1):
+        start = 0
+        for end in range(1, len(looks) + 1):
+            if end < len(looks) and free[end] and free[start] and looks[end] == looks[max(end - period, start)]:
+                continue
+            if end < len(looks) and free[end] and free[start] and end - start < period:
+                continue
+            copies = (end - start) // period
+            if free[start] and copies >= MIN_COPIES:
+                stop = start + copies * period
+                found.append((start, stop, period))
+                free[start:stop] = [False] * (stop - start)
             start = end
-    return found
+    return sorted(found)
