@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.planner.graphs.accumulation import with_gradient_sums
+from autopar.planner.graphs.ahead import casts_of_parameters
 from autopar.tracer import Capture, ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays
 
@@ -91,6 +93,28 @@ def test_mixed_precision_is_autocast_around_every_call() -> None:
     for name, parameter in model.named_parameters():
         assert result.grads[name].dtype == torch.float32
         assert (result.grads[name] - parameter.grad).abs().max() <= 3e-2 * parameter.grad.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("steps", "reduce", "dtype"), [(1, None, "bfloat16"), (2, None, "float32"), (1, "float32", "float32")]
+)
+def test_a_gradient_is_reduced_in_the_dtype_in_which_it_is_computed(steps: int, reduce: str | None, dtype: str) -> None:
+    """Over several micro-batches it is added up in its parameter's dtype."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = ColoTracer().capture(Around(), (torch.randn(8, 8), torch.randint(0, 4, (8,)))).graph
+    summed = with_gradient_sums(graph, steps, reduce)
+    dtypes = {o.name: summed.meta(o.value).dtype for o in summed.outputs if o.kind == "gradient"}
+    assert {dtypes[f"{layer}.weight"] for layer in ("first", "second")} == {dtype}
+    assert dtypes["norm.weight"] == "float32"
+
+
+def test_casts_of_parameters_are_ahead() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = ColoTracer().capture(Around(), (torch.randn(8, 8), torch.randint(0, 4, (8,)))).graph
+    ahead = casts_of_parameters(graph)
+    cast = {graph.input_of[v.node].name for n in ahead for v in graph.by_name[n].inputs if v.node in graph.input_of}
+    assert {"first.weight", "second.weight"} <= cast
+    assert not any(graph.by_name[n].phase == "backward" or n in graph.input_of for n in ahead)
 
 
 def test_a_precision_that_does_not_exist_is_refused() -> None:

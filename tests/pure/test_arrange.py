@@ -303,6 +303,39 @@ def test_a_step_of_a_gradient_is_launched_when_the_one_before_it_should_be_done(
     assert simulate_streams(found, 1.0).seconds < 6e-3 + launches + exposed
 
 
+def test_a_cast_of_an_input_goes_with_the_gather_of_its_result() -> None:
+    """So the gather hides behind what is computed before, as that of the input itself would."""
+    ops: list[Op] = []
+    for i in range(4):
+        given = tensor(f"p{i}", CUT, 2**24)
+        ops.append(Op(given.name, "input", given.name, (), (given,), "forward"))
+    for i in range(4):
+        cast = tensor(f"c{i}", CUT, 2**24, "bfloat16")
+        gathered = collective(f"g{i}", cast, FORMS[0], "forward")
+        made = tensor(f"y{i}", WHOLE, 4)
+        ops.append(Op(cast.name, "compute", cast.name, (f"p{i}",), (cast,), "forward", seconds=1e-6))
+        ops += [gathered, Op(made.name, "compute", made.name, (gathered.name,), (made,), "forward", seconds=1e-2)]
+    program = Program(tuple(ops), ((Output(Value("y3"), "output", "y"), "y3"),))
+    parts = extract_collectives(program)
+    assert [m.kind for m in parts.collectives] == ["early"] * 4
+    found = arranged(program)
+    assert is_valid(found.program)
+    names = [op.name for op in found.program.ops]
+    assert names.index("c2") == names.index("g2") - 1 < names.index("y1")
+    assert found.timeline.seconds < found.before.seconds - 2 * ops[-2].seconds
+
+
+def test_a_cast_that_is_computed_with_stays_where_it_is() -> None:
+    given, cast = tensor("p", CUT, 2**20), tensor("c", CUT, 2**20, "bfloat16")
+    ops = [
+        Op("p", "input", "p", (), (given,), "forward"),
+        Op("c", "compute", "c", ("p",), (cast,), "forward", seconds=1e-6),
+        Op("y", "compute", "y", ("c",), (tensor("y", CUT, 4),), "forward", seconds=1e-6),
+        collective("g", cast, FORMS[0], "forward"),
+    ]
+    assert [op.name for op in extract_collectives(Program(tuple(ops), ())).fixed] == ["p", "c", "y"]
+
+
 def test_the_wait_for_an_offload_of_what_a_collective_made_stays() -> None:
     """Else the copy would hold the device's tensor to the end of the forward."""
     source = tensor("p0", CUT, 2**20)

@@ -183,6 +183,29 @@ def test_what_is_sent_along_one_axis_runs_beside_what_is_sent_along_another() ->
     assert backward.works @ taken == 3.0 + 2 * 2.0
 
 
+def test_what_is_sent_along_one_axis_adds_up_whether_it_is_waited_for_or_not() -> None:
+    asked = objective(*FEW_TOKENS, 1.0, (2, 2))
+    order = cost_terms(asked.sections, 2)
+    for seed in range(10):
+        choice = random_solution(asked.problem(), seed).choice
+        taken = asked.seconds_by_term(choice).term_s
+        for axis in (0, 1):
+            sent = sum(s for b, s in zip(order, taken, strict=True) if b.work != "compute" and b.axis == axis)
+            assert asked.seconds(choice) >= MAX_OVERLAP * sent * (1 - 1e-9)
+
+
+def test_seconds_of_a_wait_are_those_on_its_axes() -> None:
+    asked = objective(*FEW_TOKENS, 1.0, (2, 2))
+    d, prices = asked.decisions, asked.prices
+    apart = 0
+    for use in d.uses:
+        whole, parts = prices.blocking_seconds(d, use), prices.blocking_seconds_by_axis(d, use)
+        assert sum(parts) == pytest.approx(whole, rel=1e-9)
+        assert all((part >= 0).all() for part in parts)
+        apart += sum(bool((np.isfinite(part) & (part > 0)).any()) for part in parts) == 2
+    assert apart
+
+
 def test_weights_kept_for_more_decisions_have_a_little_on_every_path_that_is_nearly_the_longest() -> None:
     asked = objective(2048, 256)
     found = asked.minimize(asked.problem(), whole, gap=1e-9)

@@ -33,9 +33,11 @@ def chain(
     width: int = 2,
     options: int = 3,
     hub: bool = False,
+    hubs: int = 1,
     limit: float = math.inf,
 ) -> Problem:
-    """Equal blocks in a row with seams in both directions, a head and a tail, and perhaps a node that all read."""
+    """Equal blocks in a row with seams in both directions, a head and a tail, and perhaps a node that all read, or
+    several that they read in turns."""
 
     def matrix() -> np.ndarray:
         values = random.integers(0, 20, (options, options)).astype(float)
@@ -45,7 +47,7 @@ def chain(
     block = [random.integers(0, 10, options).astype(float) for _ in range(width)]
     inside = [(u, v, matrix()) for u in range(width) for v in range(u)]
     onward, back, shared, used = matrix(), matrix(), matrix(), random.integers(0, 5, options).astype(float)
-    costs = [random.integers(0, 10, options).astype(float)]
+    costs = [random.integers(0, 10, options).astype(float)] * hubs
     edges: list[Edge] = []
     usages: list[Usage] = []
     for copy in range(copies):
@@ -56,9 +58,9 @@ def chain(
             edges.append(Edge(first - 1, first, onward))
             edges.append(Edge(first + width - 1, first - width, back))
         if hub:
-            edges.append(Edge(0, first, shared))
+            edges.append(Edge(copy % hubs, first, shared))
         usages.append(Usage(first, used, 0, 1))
-    edges += [Edge(0, 1, matrix()), Edge(len(costs) - 1, len(costs), matrix())]
+    edges += [Edge(0, hubs, matrix()), Edge(len(costs) - 1, len(costs), matrix())]
     costs.append(random.integers(0, 10, options).astype(float))
     return Problem(tuple(costs), tuple(edges), tuple(usages) if math.isfinite(limit) else (), limit)
 
@@ -93,6 +95,21 @@ class TestRepetition:
         problem = chain(np.random.default_rng(0), 10, width=3, hub=True)
         (run,) = find_runs(problem)
         assert 0 not in run.copies
+
+    @pytest.mark.parametrize("kinds", [2, 3, 6])
+    def test_blocks_of_several_kinds_in_turn_are_blocks_of_several_layers(self, kinds: int) -> None:
+        problem = chain(np.random.default_rng(0), 6 * kinds, width=3, hub=True, hubs=kinds)
+        (run,) = find_runs(problem)
+        assert run.layers == kinds
+        assert run.copies.shape[1] == 3 * kinds
+        assert (np.diff(run.copies, axis=0) == 3 * kinds).all()
+        assert (np.diff(run.copies.reshape(-1, 3), axis=0) == 3).all()
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_blocks_of_two_kinds_give_the_optimum(self, seed: int) -> None:
+        problem = chain(np.random.default_rng(seed), 14, hub=True, hubs=2)
+        assert fold(problem) is not None
+        assert solve(problem, gap=0.0).objective == pytest.approx(flat_optimum(problem))
 
     def test_the_order_of_nodes_does_not_matter(self) -> None:
         problem = chain(np.random.default_rng(1), 12, width=3)
