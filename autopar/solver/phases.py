@@ -24,6 +24,7 @@ from autopar.solver.integer.ilp import (
     IlpLimits,
     IlpResult,
     Model,
+    begins_slow,
     build,
     flow_count,
     is_slow,
@@ -428,6 +429,8 @@ def run_phases(phases: Sequence[Phase], state: State) -> None:
         if state.done or incumbent.settled() or incumbent.proven():
             break
         if incumbent.seconds_left() <= 0 and incumbent.choice is not None and state._graph is not None:
+            break
+        if begins_slow(state.problem) and incumbent.refused():
             break
         try:
             if not phase.applies(state):

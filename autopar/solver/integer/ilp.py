@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.solver.clock import tick
 from autopar.solver.integer.network import Network, network_of
-from autopar.solver.problem import Array, IndexArray
+from autopar.solver.problem import Array, IndexArray, Problem
 from autopar.solver.reduce.alike import alike
 from autopar.solver.reduce.graph import Graph
 
@@ -157,6 +157,11 @@ def is_small(graph: Graph, flows: int) -> bool:
 def is_slow(graph: Graph) -> bool:
     """Whether the integer program of a graph with a limit takes longer than a second or so."""
     return bool(len(graph.limits)) and not is_small(graph, LIMITED_FLOWS_A_SECOND)
+
+
+def begins_slow(problem: Problem) -> bool:
+    """Whether that of ``problem`` would, as it is given."""
+    return bool(problem.usages) and sum(edge.cost.size for edge in problem.edges) > LIMITED_FLOWS_A_SECOND
 
 
 def magnitude_of(graph: Graph, objective: float) -> float:
