@@ -20,7 +20,7 @@ from autopar.planner.search import settings
 from autopar.planner.search.fitting import fitted, scheduled
 from autopar.planner.search.state import Choice, Result, Search, SearchState
 from autopar.planner.search.two_stage import Open
-from autopar.solver import Problem, Solution, Tied, TraceEntry, fold, solve
+from autopar.solver import Problem, Solution, Tied, TraceEntry, fold, peak_usage, solve
 from autopar.solver.clock import now
 
 MOST_SEEDS = 2
@@ -123,17 +123,19 @@ def _solve(
     boundaries: Collection[int],
 ) -> tuple[Solution, SearchState]:
     prices_of_memory, basis = state.usage_prices, state.basis
+    extended = asked
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
     once = active is not None and reweigh is None
     known, most = ((), 1) if once else (tuple(seeds), MAX_SOLVES)
     wanted = gap if reweigh is None else max(gap, reweigh)
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
-        nonlocal prices_of_memory, basis
+        nonlocal prices_of_memory, basis, extended
         begin = (*best, *(seeds if active else seeds[:MOST_SEEDS]))
         problem = without_recomputing(objective, problem, boundaries)
         if active:
             problem, begin = active.extend(problem), tuple(map(active.extend_choice, begin))
+            extended = problem
         left_s = (until - now()) * (1.0 if most == 1 else SOLVE_SHARE)
         found = solve(
             problem,
@@ -159,8 +161,12 @@ def _solve(
         )
         return memory.peak_bytes > search.budget
 
+    def used(choice: Sequence[int]) -> float:
+        """What redistributed operands are counted in, if any."""
+        return peak_usage(extended, active.extend_choice(choice)) if active else 0.0
+
     bound = state.bound if asked.limit <= search.budget else -math.inf
-    found = objective.minimize(asked, solve_from, wanted, known, most, lambda: now() > until, bound)
+    found = objective.minimize(asked, solve_from, wanted, known, most, lambda: now() > until, bound, used)
     return found, replace(state, usage_prices=prices_of_memory, basis=basis)
 
 
