@@ -194,7 +194,7 @@ def solve_with_shardings(
 
     Args:
         boundaries: hold variables of values that are not to be recomputed.
-        equalize: whether the largest margin is set aside at all points, for fewer rounds.
+        equalize: whether the largest margin is set aside at all points once it grows, for fewer rounds.
     """
     objective = state.joint
     assert objective is not None
@@ -207,10 +207,10 @@ def solve_with_shardings(
         found = search.measure(objective, active.restrict(choice), method, search.budget)
         if found.memory.peak_bytes <= search.budget:
             return found
-        own, timeline = found.solution.choice, found.memory.timeline
+        own, timeline, most = found.solution.choice, found.memory.timeline, max(active.margins.values())
         if now() > until or not active.separate(own, found.program, timeline, search.budget):
             return None
-        if equalize:
+        if equalize and max(active.margins.values()) > most:  # else the points that are new say what they hold
             active.equalise()
     return None
 
