@@ -57,13 +57,17 @@ class Free:
         return True
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        began = now()
+        began, enough = now(), until
         compared = search.baselines or not search.options.constraints
         if search.budget < math.inf and compared and not any(map(search.fits, search.baselines[:1])):
-            until = began + settings.FREE_SHARE * (until - began)
+            enough = began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
-        free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
+        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=gap)
+        if free.memory.peak_bytes <= search.budget and not free.solution.proven and enough < until:
+            # It fits after all, so nothing else has to be looked for.
+            state, seeds = state.with_plan(search, free), (free.solution.choice, *seeds)
+            free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
         if search.budget < free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget:
             free = _arranged(search, free)
         state = replace(state, free=free, free_s=now() - began, bound=free.solution.lower_bound, trace=state.trace)
