@@ -39,7 +39,7 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: f
     """A bound, prices of the limit, and choices for the incumbent's problem.
 
     Args:
-        expected: seconds that the linear program may be expected to take.
+        expected: the most seconds that the linear program may be expected to take; else it is not begun.
 
     Raises:
         InfeasibleError: nothing is allowed within the limit.

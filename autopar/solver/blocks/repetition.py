@@ -280,9 +280,8 @@ def _stretches(looks: Sequence[object | None]) -> list[tuple[int, int, int]]:
     for period in range(1, MOST_ROWS + 1):
         start = 0
         for end in range(1, len(looks) + 1):
-            if end < len(looks) and free[end] and free[start] and looks[end] == looks[max(end - period, start)]:
-                continue
-            if end < len(looks) and free[end] and free[start] and end - start < period:
+            inside = end < len(looks) and free[start] and free[end]
+            if inside and (end - start < period or looks[end] == looks[end - period]):
                 continue
             copies = (end - start) // period
             if free[start] and copies >= MIN_COPIES:

@@ -160,7 +160,7 @@ def is_slow(graph: Graph) -> bool:
 
 
 def begins_slow(problem: Problem) -> bool:
-    """Whether that of ``problem`` would, as it is given."""
+    """Whether the integer program of ``problem`` would, were nothing reduced."""
     return bool(problem.usages) and sum(edge.cost.size for edge in problem.edges) > LIMITED_FLOWS_A_SECOND
 
 
