@@ -10,7 +10,6 @@ Wolfe (1960), in whole numbers; it is improved by steps in which some blocks in 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,6 +43,8 @@ class Segments:
 
 def segments(d: Decisions, runs: Sequence[Run]) -> Segments:
     """Return a segment for each block of the runs, and for each connected part of what is in none."""
+    import networkx as nx
+
     of = np.full(len(d.variables), -1)
     chains: list[tuple[int, ...]] = []
     count = 0
@@ -51,20 +52,11 @@ def segments(d: Decisions, runs: Sequence[Run]) -> Segments:
         chains.append(tuple(range(count, count + len(run.copies))))
         of[run.copies] = np.array(chains[-1])[:, None]
         count += len(run.copies)
-    near: dict[int, list[int]] = {}
-    for use in d.uses:
-        if of[use.source] < 0 and of[use.target] < 0:
-            near.setdefault(use.source, []).append(use.target)
-            near.setdefault(use.target, []).append(use.source)
-    for first in np.flatnonzero(of < 0).tolist():
-        if of[first] >= 0:
-            continue
-        of[first], waiting = count, deque([first])
-        while waiting:
-            for other in near.get(waiting.popleft(), ()):
-                if of[other] < 0:
-                    of[other] = count
-                    waiting.append(other)
+    rest = nx.Graph()
+    rest.add_nodes_from(np.flatnonzero(of < 0).tolist())
+    rest.add_edges_from((u.source, u.target) for u in d.uses if u.source in rest and u.target in rest)
+    for part in nx.connected_components(rest):
+        of[list(part)] = count
         chains.append((count,))
         count += 1
     return Segments(of, tuple(chains))
