@@ -8,13 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.pricing.mixing import Entries, Mixing, Paths, Segments
+from autopar.planner.pricing.mixing import Entries, Mixing, Segments
 from autopar.solver import Usage
 
 BLOCKS = 4
-TWO_STREAMS = Paths(np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]), [slice(0, 2)])
-"""Two paths, one for each term; nothing counts on both."""
-
 Table = tuple[int, np.ndarray, int, int]
 """Seconds of a term by option of a variable, and of another variable (-1 for none)."""
 
@@ -23,14 +20,19 @@ def entries(tables: list[Table]) -> Entries:
     starts = np.cumsum([0, *(seconds.size for _, seconds, _, _ in tables)])[:-1]
     columns = zip(*[(t, s.shape[-1] if c >= 0 else 1, r, c) for t, s, r, c in tables], strict=True)
     term, width, row, column = map(np.array, columns)
-    return Entries(np.concatenate([s.ravel() for _, s, _, _ in tables]), term, starts, width, row, column)
+    return Entries(2, np.concatenate([s.ravel() for _, s, _, _ in tables]), term, starts, width, row, column)
+
+
+def longer(seconds: np.ndarray) -> np.ndarray:
+    """Two streams, one for each term."""
+    return np.asarray(seconds.max(axis=-1))
 
 
 def blocks(tables: list[Table], **limited: object) -> Mixing:
     """A run of blocks of one variable each, and what every block choosing 0, and every block choosing 1, can be mixed
     to."""
     run = Segments(np.arange(BLOCKS), (tuple(range(BLOCKS)),))
-    return Mixing(run, entries(tables), TWO_STREAMS, [(0,) * BLOCKS, (1,) * BLOCKS], **limited)  # type: ignore[arg-type]
+    return Mixing(run, entries(tables), longer, [(0,) * BLOCKS, (1,) * BLOCKS], **limited)  # type: ignore[arg-type]
 
 
 def either_stream(seconds: float) -> list[Table]:

@@ -12,13 +12,17 @@ which gathers for the first k sections, computes up to section l and reduces wha
 communication, since one collective runs at a time. This is the bound for flow shops of two machines (Johnson 1954).
 Collectives of different mesh axes run concurrently: G and R are then those of one axis each, and there is a path for
 each pair of axes.
+
+A run of equal blocks is several sections, so that it counts which of its blocks send (``streams``). Paths here begin
+and end where runs do, so that they weigh all blocks of a run alike: a problem is a sum of them, and repeats what the
+model does.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple, TypeAlias
@@ -43,6 +47,9 @@ EVEN_SECTIONS = 4
 MAX_SPANS = 2
 """The number of runs of blocks in a phase that get sections of their own."""
 
+RUN_SECTIONS = 8
+"""Sections of a run of blocks at most."""
+
 AVAILABLE = ("parameter", "buffer", "input", "received", "tangent")
 """Kinds of variables whose values are available when a phase begins."""
 
@@ -58,9 +65,19 @@ class CostTerm(NamedTuple):
 
 @dataclass(frozen=True)
 class Sections:
-    """The node index at which each section of a phase starts."""
+    """The node index at which each section of a phase starts. ``wholes``: of those at which a run of blocks begins or
+    ends, the numbers, and so of the first; by default of all."""
 
     starts: Mapping[Phase, tuple[int, ...]]
+    wholes: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)
+
+    def borders(self, phase: Phase) -> tuple[int, ...]:
+        return self.wholes.get(phase, tuple(range(self.count(phase))))
+
+    def whole(self, section: int, phase: Phase) -> int:
+        """The first section of the run that a section is in, else itself."""
+        borders = self.borders(phase)
+        return borders[bisect_right(borders, section) - 1]
 
     def of(self, position: int, phase: Phase) -> int:
         return max(bisect_right(self.starts[phase], position) - 1, 0)
@@ -70,28 +87,36 @@ class Sections:
 
 
 def sections(d: Decisions, runs: Sequence[Run]) -> Sections:
-    """Cut the phases into sections such that all blocks of a run are in one section."""
-
-    def starts(phase: Phase) -> tuple[int, ...]:
-        positions = [i for i, n in enumerate(d.graph.nodes) if n.phase == phase and n.op != "placeholder"]
-        if not positions:
-            return (0,)
-        spans = _merged(_spans(d, runs, phase))
+    """Cut the phases into sections: each run of blocks into a few, and what lies between runs."""
+    starts: dict[Phase, tuple[int, ...]] = {}
+    wholes: dict[Phase, tuple[int, ...]] = {}
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    for phase in phases:
+        positions = [i for i, n in enumerate(d.graph.nodes) if n.phase == phase and n.op != "placeholder"] or [0]
+        layers = [layer for run in runs for layer in _layers(d, run, phase)]
+        spans = _merged((min(of)[0], max(of)[1]) for run in runs if (of := _layers(d, run, phase)))
         if not spans:
-            return tuple(dict.fromkeys(positions[len(positions) * i // EVEN_SECTIONS] for i in range(EVEN_SECTIONS)))
-        cuts = {positions[0], *(at for first, last in spans for at in (first, last + 1))}
-        return tuple(sorted(at for at in cuts if positions[0] <= at <= positions[-1]))
+            starts[phase] = tuple(
+                dict.fromkeys(positions[len(positions) * i // EVEN_SECTIONS] for i in range(EVEN_SECTIONS))
+            )
+            continue
+        coarse = {positions[0], *(at for first, last in spans for at in (first, last + 1) if at <= positions[-1])}
+        within = (sorted(at for at, _ in layers if first < at <= last) for first, last in spans)
+        fine = {of[len(of) * i // RUN_SECTIONS] for of in within if of for i in range(RUN_SECTIONS)}
+        starts[phase] = tuple(sorted(coarse | fine))
+        wholes[phase] = tuple(i for i, at in enumerate(starts[phase]) if at in coarse)
+    return Sections(starts, wholes)
 
-    return Sections({"forward": starts("forward"), "backward": starts("backward")})
 
-
-def _spans(d: Decisions, runs: Sequence[Run], phase: Phase) -> Iterator[tuple[int, int]]:
-    """Yield the first and last node index of each run in a phase."""
-    for run in runs:
-        variables = [d.variables[i] for i in run.copies.ravel().tolist()]
-        positions = [d.graph.order[v.node.name] for v in variables if v.kind == "op" and v.node and v.phase == phase]
-        if positions:
-            yield min(positions), max(positions)
+def _layers(d: Decisions, run: Run, phase: Phase) -> list[tuple[int, int]]:
+    """The first and last node index of each block of a run in a phase."""
+    found = []
+    for block in run.copies.tolist():
+        variables = [d.variables[i] for i in block]
+        at = [d.graph.order[v.node.name] for v in variables if v.kind == "op" and v.node and v.phase == phase]
+        if at:
+            found.append((min(at), max(at)))
+    return found
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -245,9 +270,10 @@ def _phase_paths(
         return row(lambda b: b.work in SENT and b.axis == axis)
 
     n = cut.count(phase)
-    ends = range(n + 1) if reducing else (n,)
+    borders = (*cut.borders(phase), n)
+    ends = borders if reducing else (n,)
     pairs = list(product(range(axes), repeat=2))
-    found = [path(k, end, a, b) for end in ends for k in range(end + 1) for a, b in pairs]
+    found = [path(k, end, a, b) for end in ends for k in borders if k <= end for a, b in pairs]
     found += [sent(axis) for axis in range(axes)]
     paths = list(dict.fromkeys(map(tuple, found)))
     return PhasePaths(share, np.array(row(lambda _: True)), np.array(paths), paths.index(tuple(path(0, n, 0, 0))))

@@ -10,7 +10,7 @@ Wolfe (1960), in whole numbers; it is improved by steps in which some blocks in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,23 +62,11 @@ def segments(d: Decisions, runs: Sequence[Run]) -> Segments:
     return Segments(of, tuple(chains))
 
 
-class Paths(NamedTuple):
-    """How seconds add up: ``counts[k]`` is what a second of each cost term counts on path k, the last row being what
-    counts on every path; ``ranges`` are the paths of each phase, the longest of which counts."""
-
-    counts: Array
-    ranges: Sequence[slice]
-
-    def total(self, lengths: Array) -> Array:
-        """Return the objective for lengths of the paths in the last dimension."""
-        longest = sum(lengths[..., r].max(axis=-1) for r in self.ranges)
-        return np.asarray(lengths[..., -1] + longest, dtype=np.float64)
-
-
 class Entries(NamedTuple):
     """Seconds of variables and of pairs: entry i is ``flat[start + width * option of row + option of column]`` seconds
-    of a term; the column of a single variable is -1."""
+    of a term, of ``terms``; the column of a single variable is -1."""
 
+    terms: int
     flat: Array
     term: IndexArray
     start: IndexArray
@@ -91,6 +79,7 @@ class Mixing:
     """The problem of which known choice each segment follows.
 
     Args:
+        total: the objective for the seconds of the cost terms in the last dimension.
         choices: the known ones.
         usages, limit: what they use of what is limited.
     """
@@ -99,12 +88,13 @@ class Mixing:
         self,
         segments: Segments,
         entries: Entries,
-        paths: Paths,
+        total: Callable[[Array], Array],
         choices: Sequence[Sequence[int]],
         usages: Sequence[Usage] = (),
         limit: float = np.inf,
     ) -> None:
-        self.segments, self.paths, self.limit = segments, paths, limit
+        self.segments, self.total, self.limit = segments, total, limit
+        self.terms = entries.terms
         self.choices = np.array([(*choice, 0) for choice in choices], dtype=np.int64)
         tick("mixed use", len(self.choices) * len(entries.row))
         self.own = self._own(entries)
@@ -116,34 +106,34 @@ class Mixing:
         return range(len(self.choices))
 
     def _own(self, entries: Entries) -> Array:
-        """The lengths of the paths by segment and choice, from what is inside the segment."""
+        """The seconds of the cost terms by segment and choice, from what is inside the segment."""
         of = self.segments.of
         inside = (entries.column < 0) | (of[entries.row] == of[entries.column])
-        term, start, width, row, column = (np.asarray(a)[inside] for a in entries[1:])
-        terms, at = self.paths.counts.shape[1], of[row]
+        term, start, width, row, column = (np.asarray(a)[inside] for a in entries[2:])
+        terms, at = self.terms, of[row]
         found = []
         for choice in self.choices:
             seconds = np.minimum(entries.flat[start + width * choice[row] + choice[column]], FORBIDDEN_S)
             summed = np.bincount(at * terms + term, seconds, self.segments.count * terms)
-            found.append(summed.reshape(-1, terms) @ self.paths.counts.T)
+            found.append(summed.reshape(-1, terms))
         return np.stack(found, axis=1)
 
     def _between(self, entries: Entries) -> list[list[tuple[int, Array]]]:
-        """For each segment its neighbours, with the lengths by choice of the segment and of the neighbour."""
+        """For each segment its neighbours, with the seconds by choice of the segment and of the neighbour."""
         of = self.segments.of
         outside = (entries.column >= 0) & (of[entries.row] != of[entries.column])
-        term, start, width, row, column = (np.asarray(a)[outside] for a in entries[1:])
+        term, start, width, row, column = (np.asarray(a)[outside] for a in entries[2:])
         ends, at = np.unique(np.stack([of[row], of[column]]), axis=1, return_inverse=True)
-        terms, count, ways = self.paths.counts.shape[1], ends.shape[1], len(self._ways)
+        terms, count, ways = self.terms, ends.shape[1], len(self._ways)
         tick("mixed use", len(row) * ways * ways)
-        lengths = np.zeros((count, ways, ways, self.paths.counts.shape[0]))
+        found = np.zeros((count, ways, ways, terms))
         for i in self._ways:
             for j in self._ways:
                 seconds = entries.flat[start + width * self.choices[i][row] + self.choices[j][column]]
                 summed = np.bincount(at.ravel() * terms + term, np.minimum(seconds, FORBIDDEN_S), count * terms)
-                lengths[:, i, j] = summed.reshape(-1, terms) @ self.paths.counts.T
+                found[:, i, j] = summed.reshape(-1, terms)
         around: list[list[tuple[int, Array]]] = [[] for _ in range(self.segments.count)]
-        for (u, v), pair in zip(ends.T.tolist(), lengths, strict=True):
+        for (u, v), pair in zip(ends.T.tolist(), found, strict=True):
             around[u].append((v, pair))
             around[v].append((u, pair.transpose(1, 0, 2)))
         return around
@@ -160,17 +150,17 @@ class Mixing:
     def best(self) -> tuple[int, ...] | None:
         """Return the best choice that is found; None where no known choice is within the limit."""
         firsts = [[way] * self.segments.count for way in self._ways]
-        lengths = [self._lengths(ways) for ways in firsts]
+        seconds = [self._seconds(ways) for ways in firsts]
         fitting = [w for w in self._ways if np.all(self.used[:, w].sum(axis=0) <= self.limit)]
         if not fitting:
             return None
-        way = min(fitting, key=lambda w: float(self.paths.total(lengths[w])))
-        ways = self._descend(firsts[way], lengths[way])
+        way = min(fitting, key=lambda w: float(self.total(seconds[w])))
+        ways = self._descend(firsts[way], seconds[way])
         chosen = np.array(ways)[self.segments.of]
         return tuple(self.choices[chosen, np.arange(len(chosen))].tolist())
 
-    def _lengths(self, ways: Sequence[int]) -> Array:
-        """The lengths of the paths where each segment goes its way."""
+    def _seconds(self, ways: Sequence[int]) -> Array:
+        """The seconds of the cost terms where each segment goes its way."""
         found = self.own[np.arange(len(ways)), ways].sum(axis=0)
         for u, neighbours in enumerate(self.around):
             for v, pair in neighbours:
@@ -178,15 +168,15 @@ class Mixing:
                     found = found + pair[ways[u], ways[v]]
         return np.asarray(found, dtype=np.float64)
 
-    def _descend(self, ways: list[int], lengths: Array) -> list[int]:
+    def _descend(self, ways: list[int], seconds: Array) -> list[int]:
         used = self.used[np.arange(len(ways)), ways].sum(axis=0)
-        total = float(self.paths.total(lengths))
+        total = float(self.total(seconds))
         while True:
             best: tuple[float, tuple[int, ...], int] = (total * (1 - WORTH), (), 0)
             for chain in self.segments.chains:
                 for first in range(len(chain)):
                     changes = self._changes(chain[first:], ways)
-                    totals = self.paths.total(lengths + changes)
+                    totals = self.total(seconds + changes)
                     if len(used):
                         more = (
                             self.used[chain[first:], :]
@@ -201,13 +191,13 @@ class Mixing:
                 return ways
             for segment in best[1]:
                 ways[segment] = best[2]
-            lengths = self._lengths(ways)
+            seconds = self._seconds(ways)
             used = self.used[np.arange(len(ways)), ways].sum(axis=0)
-            total = float(self.paths.total(lengths))
+            total = float(self.total(seconds))
 
     def _changes(self, chain: Sequence[int], ways: Sequence[int]) -> Array:
-        """How the lengths change where the first 1, 2, ... segments of a chain go each way."""
-        change = np.zeros((len(self._ways), self.paths.counts.shape[0]))
+        """How they change where the first 1, 2, ... segments of a chain go each way."""
+        change = np.zeros((len(self._ways), self.terms))
         found, gone = [], set[int]()
         every = np.arange(len(self._ways))
         tick("mixed use", len(chain) * change.size)

@@ -6,6 +6,8 @@ overlapping computation does not pay for (see ``schedule.timeline``)::
 
     F(x) = W(x) + sum over phases of (1 - o) S(x) + o max over p of T[p](x)
 
+or a little more, where gathers would run far ahead for that (see ``streams``).
+
 The solver minimises sums. For any weights of a phase's paths that sum to 1, the weighted sum of the paths is at most
 their maximum, so the minimum of this linear problem is a bound on F (a Lagrangian relaxation, Geoffrion 1974). The
 bound is concave in the weights, and each choice found on the way is a plane above it. Cutting planes find the best
@@ -35,8 +37,9 @@ from autopar.planner.pricing.critical_paths import (
     phase_paths,
     sections,
 )
-from autopar.planner.pricing.mixing import Entries, Mixing, Paths, Segments, segments
+from autopar.planner.pricing.mixing import Entries, Mixing, Segments, segments
 from autopar.planner.pricing.prices import Array, Prices, costs, edges, use_seconds
+from autopar.planner.pricing.streams import PhaseStreams, streams
 from autopar.planner.problem.fewer_layers import FewerLayers, with_fewer_layers
 from autopar.planner.problem.variables import Decisions, Use
 from autopar.solver import Edge, Problem, Run, Solution, Tied, Usage, find_runs, fold, highest_point
@@ -216,6 +219,11 @@ class Objective:
         ends = np.cumsum([0, *(len(g.paths) for g in self._phases)]).tolist()
         return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
 
+    @cached_property
+    def _streams(self) -> tuple[PhaseStreams, ...]:
+        d = self.decisions
+        return streams(list(self._order), self.sections, d.mesh.ndim, d.accumulation_steps)
+
     def _compute_only(self) -> Array:
         """Return weights that are all on the paths that only compute."""
         return np.concatenate([np.eye(len(g.paths), dtype=float)[g.computing] for g in self._phases])
@@ -252,15 +260,21 @@ class Objective:
 
     @cached_property
     def _kinds(self) -> tuple[_Kinds, _Kinds]:
-        """The kinds of variables and of uses that cost the same under any weights."""
+        """The kinds of variables and of uses that cost the same under any weights: those of a run's sections alike."""
+        cut = self.sections
+        return self._alike(lambda term: term and term._replace(section=cut.whole(term.section, term.phase)))
+
+    def _alike(self, within: Callable[[CostTerm | None], CostTerm | None]) -> tuple[_Kinds, _Kinds]:
+        """Variables and uses by kind, those of terms apart that are told apart."""
         d, prices, found = self.decisions, self.prices, self._terms
 
         def look(use: Use, cost_terms: tuple[CostTerm, ...]) -> object:
-            if not cost_terms or cost_terms[0].work == "wait":
-                return id(prices.blocking_seconds(d, use)), cost_terms
-            return id(prices.hideable(d.variables[use.source], d.variables[use.target], use)[0]), cost_terms
+            told = within(cost_terms[0] if cost_terms else None)
+            if told is None or told.work == "wait":
+                return id(prices.blocking_seconds(d, use)), told
+            return id(prices.hideable(d.variables[use.source], d.variables[use.target], use)[0]), told
 
-        variables = zip(map(id, self._option_seconds), found.variables, strict=True)
+        variables = zip(map(id, self._option_seconds), map(within, found.variables), strict=True)
         return _Kinds.by(variables), _Kinds.by(map(look, d.uses, found.uses))
 
     def fold(self, problem: Problem) -> Tied | None:
@@ -280,8 +294,13 @@ class Objective:
         return np.asarray(self._paths @ self.seconds_by_term(choice).term_s, dtype=np.float64)
 
     def _seconds(self, seconds_by_term: ChoiceSeconds) -> float:
-        longest = sum(float((self._paths[r] @ seconds_by_term.term_s).max()) for r in self.ranges)
-        return seconds_by_term.exposed_s + float(self._unhidden @ seconds_by_term.term_s) + longest
+        return float(self._total(np.append(seconds_by_term.term_s, seconds_by_term.exposed_s)))
+
+    def _total(self, seconds: Array) -> Array:
+        """Return F for the seconds of the cost terms, and of what nothing hides, in the last dimension."""
+        term_s, overlap = seconds[..., :-1], self.prices.overlap
+        longest = sum(overlap * phase.share * phase.seconds(term_s) for phase in self._streams)
+        return np.asarray(seconds[..., -1] + term_s @ self._unhidden + longest, dtype=np.float64)
 
     def seconds_by_term(self, choice: Sequence[int]) -> ChoiceSeconds:
         """Return the seconds of a choice by cost term."""
@@ -291,7 +310,7 @@ class Objective:
     @cached_property
     def _term_seconds(self) -> _TermSeconds:
         """Seconds by cost term; the seconds that nothing hides come last."""
-        d, prices, variables, uses = self.decisions, self.prices, *self._kinds
+        d, prices, variables, uses = self.decisions, self.prices, *self._alike(lambda term: term)
         tick("use", len(d.uses))
         found, exposed = _TermSeconds(len(self._order) + 1), len(self._order)
         for first, alike in zip(variables.first, variables.members(), strict=True):
@@ -322,11 +341,9 @@ class Objective:
     ) -> Sequence[int] | None:
         """Return a choice in which every block follows one of ``choices``, with a low F; None where none of them is
         within the limit."""
-        unhidden = np.append(self._unhidden, 1.0)
-        counts = np.concatenate([np.pad(self._paths, ((0, 0), (0, 1))), unhidden[None]])
         flat, located = self._term_seconds._flat
-        entries = Entries(flat, *located)
-        return Mixing(self._segments, entries, Paths(counts, self.ranges), choices, usages, limit).best()
+        entries = Entries(self._term_seconds.count, flat, *located)
+        return Mixing(self._segments, entries, self._total, choices, usages, limit).best()
 
     @cached_property
     def _segments(self) -> Segments:
@@ -341,7 +358,7 @@ class Objective:
         gap: float,
         known: Sequence[Sequence[int]] = (),
         most: int = MAX_SOLVES,
-        out_of_time: Callable[[], bool] = lambda: False,
+        enough: Callable[[Solution], bool] = lambda _: False,
         bound: float = -math.inf,
         used: Callable[[Sequence[int]], float] = lambda _: 0.0,
     ) -> Solution:
@@ -351,16 +368,18 @@ class Objective:
             asked: the problem for the weights to start from.
             solve: solves a problem, given choices to start from.
             gap: the relative gap at which no more weights are tried.
-            known: choices that determine the first weights.
-            most: the number of weightings to try.
-            out_of_time: whether there is no time for another weighting.
+            known: choices that determine the first weights, and that may be mixed with those that are found.
+            most: the number of weightings to try; if one, it is the weights to start from.
+            enough: whether there is no time for another weighting, after this solution.
             bound: a known bound on F.
             used: the most that a choice uses of what is limited, where that is more than its ``usages`` say.
         """
         choices = list(known)
         known_seconds = [self.seconds_by_term(choice) for choice in known]
         step = STEP
-        weights = self.weights if not known_seconds else self._towards(self._best_weights(known_seconds)[1], step)
+        weights = self.weights
+        if known_seconds and most > 1:
+            weights = self._towards(self._best_weights(known_seconds)[1], step)
         best = self._best_of(known, known_seconds) if not asked.usages else None
         raised = -math.inf
         for turn in range(most):
@@ -377,7 +396,7 @@ class Objective:
             best = _better(best, replace(at, objective=self._seconds(seconds_by_term)))
             if best.objective - bound > gap * best.objective:
                 best = _better(best, self._mixture(choices, asked, used))
-            if best.objective - bound <= gap * best.objective or turn == most - 1 or out_of_time():
+            if best.objective - bound <= gap * best.objective or turn == most - 1 or enough(best):
                 break
             ceiling, highest = self._best_weights(known_seconds)
             last, weights = weights, self._towards(highest, step)
