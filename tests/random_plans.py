@@ -95,7 +95,7 @@ class RandomChoice:
         objective = Objective(search.with_reruns(), search.prices) if self.recompute else search.objective
         drawn = random_solution(objective.problem(), self.seed)
         found = search.measure(objective, drawn.choice, drawn.method, search.budget)
-        return replace(state, best=found, free=found)
+        return replace(state, plans=(found,), free=found)
 
 
 SEARCHES["random"] = lambda seed: (RandomChoice(int(seed), recompute=False),)

@@ -78,6 +78,7 @@ class TriedArrangements:
     """Arrangements of a program's collectives that were simulated, and the seconds of a step in each, whatever memory
     it takes."""
 
+    program: Program
     arrangements: Arrangements
     seconds: dict[Arrangement, float]
     before: Timeline
@@ -91,11 +92,18 @@ class TriedArrangements:
         """
         arrangements = Arrangements(extract_collectives(program), prices)
         found = search(arrangements, program, deadline) if program.collectives else {}
-        return TriedArrangements(arrangements, found, simulate_streams(program, prices.overlap))
+        return TriedArrangements(program, arrangements, found, simulate_streams(program, prices.overlap))
 
     def least_s(self) -> float:
         """Return the seconds of the shortest step."""
         return min([self.before.seconds, *self.seconds.values()])
+
+    def shortest(self, overlap: float) -> Program:
+        """Return the program in the arrangement of the shortest step, whatever it holds."""
+        best = min(self.seconds, key=self.seconds.__getitem__, default=None)
+        if best is None or self.seconds[best] >= self.before.seconds:
+            return self.program
+        return place_waits(replace(self.program, ops=self.arrangements.ops(best, {}), arrangement=best), overlap)
 
     def promising(self) -> list[Arrangement]:
         """Return the arrangements that are faster than the program as it is, the fastest first."""
@@ -171,6 +179,7 @@ def arrange(
         tried: the simulated arrangements, if they are known.
     """
     tried = tried or TriedArrangements.of(program, prices, deadline)
+    program = tried.program
     fitter = _Fitter(program, tried, prices.overlap, profiled, budget, deadline)
     best: Arranged | None = None
     over: list[Arrangement] = []

@@ -98,6 +98,11 @@ class Candidate:
             arranged = Candidate(name, d, solution, program, memory, before, before.seconds)
         return arranged._deferred(prices, options)
 
+    @staticmethod
+    def tried(program: Program, prices: Prices, options: Options) -> TriedArrangements:
+        """Ways to arrange the collectives of a program."""
+        return TriedArrangements.of(program, prices, _arranged_by(options))
+
     def _deferred(self, prices: Prices, options: Options) -> Candidate:
         """With the work that nothing waits for behind the collectives that the backward waits for, where its step is
         shorter so and it fits the budget."""
@@ -179,7 +184,7 @@ class BaselineCandidate:
 
     @cached_property
     def _tried(self) -> TriedArrangements:
-        return TriedArrangements.of(self.program, self.stated.prices, _arranged_by(self.options))
+        return Candidate.tried(self.program, self.stated.prices, self.options)
 
     @property
     def least_s(self) -> float:

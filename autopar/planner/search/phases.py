@@ -57,20 +57,24 @@ class Free:
         return True
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        began, enough = now(), until
-        compared = search.baselines or not search.options.constraints
-        if search.budget < math.inf and compared and not any(map(search.fits, search.baselines[:1])):
-            enough = began + settings.FREE_SHARE * (until - began)
+        began = now()
+        enough = until if search.budget == math.inf else began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
-        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=gap)
-        if free.memory.peak_bytes <= search.budget and not free.solution.proven and enough < until:
-            # It fits after all, so nothing else has to be looked for.
-            state, seeds = state.with_plan(search, free), (free.solution.choice, *seeds)
-            free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
+        free, state = solve_round(
+            search,
+            state,
+            search.objective,
+            None,
+            math.inf,
+            enough,
+            seeds=seeds,
+            gap=gap,
+            fitting_until=until,
+        )
         if search.budget < free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget:
             free = _arranged(search, free)
-        state = replace(state, free=free, free_s=now() - began, bound=free.solution.lower_bound, trace=state.trace)
+        state = replace(state, free=free, free_s=now() - began, bound=free.solution.lower_bound)
         state = replace(state, hideable_s=forward_seconds(free.program))
         return state.with_plan(search, free)
 
@@ -93,7 +97,10 @@ class Baselines:
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         fitting = next((b for b in search.baselines if search.fits(b)), None)
-        return state if fitting is None else replace(state, cutoff=min(state.cutoff, fitting.objective))
+        if fitting is None:
+            return state
+        search.report(f"{fitting.name}: {fitting.candidate.timeline.seconds * 1e3:.4g} ms")
+        return replace(state, cutoff=min(state.cutoff, fitting.objective))
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,8 @@ class KnownShardings:
         for choice in self._lean_first(search, state):
             if now() > (until if state.best is None else enough) or state.is_done(search):
                 break
-            if search.objective.seconds(choice) >= state.cost:
+            seconds = search.objective.seconds(choice)
+            if seconds > state.cost or (seconds == state.cost and state.best is not None):
                 continue
             still = tuple(sharded_as(search.objective.decisions, choice, state.joint.decisions))
             if still not in tried:
@@ -188,8 +196,12 @@ class KnownShardings:
                 method=self.name,
                 boundaries=boundaries if margin else (),
             )
-            state = replace(state, points=state.points | active.margins.keys()).with_plan(search, found)
-            if found is not None or now() > until:
+            state = replace(state, points=state.points | active.margins.keys())
+            if found is not None and found.memory.peak_bytes <= search.budget:
+                return state.with_plan(search, found)
+            if found is not None:
+                state = replace(state, near=(*state.near, found.solution.choice))
+            if now() > until:
                 break
         return state
 
@@ -225,7 +237,7 @@ class Joint:
         if sum_of_least(constrained(search, state, objective, active, search.budget)) > search.budget:
             return state
         exposed, boundaries = 0, frozenset[int]()
-        seeds = _choices(state.best, objective)
+        seeds = (*_choices(state.best, objective), *state.near)
         weigh = self.per_option
         for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
             began = now()
@@ -255,7 +267,7 @@ class Joint:
             over = found.memory.peak_bytes - search.budget
             state = state.with_plan(search, found)
             if over <= 0 and not weigh and found.cost - least_s > max(gap, settings.WEIGH_GAP) * found.cost:
-                weigh, seeds = True, (found.solution.choice, *_choices(state.best, objective))
+                weigh, seeds = True, (found.solution.choice, *seeds)
                 search.report("weights of the paths")
                 continue
             if over <= 0:
@@ -280,7 +292,7 @@ class Joint:
             # Constraints only become tighter, so no later round finds what costs less than this one's bound.
             if not tighter or state.cost - least_s <= gap * state.cost:
                 break
-            seeds = (found.solution.choice, *_choices(state.best, objective))
+            seeds = (found.solution.choice, *_choices(state.best, objective), *state.near)
             if not self.per_option and now() - began > FEW_ROUNDS_SHARE * (until - now()):
                 active.equalise()
         return state

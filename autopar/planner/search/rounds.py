@@ -77,6 +77,7 @@ def solve_round(
     gap: float = 0.0,
     reweigh: float | None = None,
     boundaries: Collection[int] = (),
+    fitting_until: float | None = None,
 ) -> tuple[Result, SearchState]:
     """The best choice under ``limit`` bytes, scheduled and measured, and the state with what the solve leaves.
 
@@ -86,6 +87,7 @@ def solve_round(
         reweigh: the gap down to which weights of the paths are tried; None for those that the objective has, where
             there are constraints.
         boundaries: hold variables of values that are not to be recomputed.
+        fitting_until: when it ends where the choice fits the budget, though nothing asks that it does.
 
     Raises:
         InfeasibleError, SolverError: the constraints allow nothing, or nothing was found in time.
@@ -95,7 +97,17 @@ def solve_round(
     built = time.perf_counter()
     search.report("solve")
     solution, state = _solve(
-        search, state, objective, problem, active, until, seeds, max(gap, search.options.gap), reweigh, boundaries
+        search,
+        state,
+        objective,
+        problem,
+        active,
+        until,
+        seeds,
+        max(gap, search.options.gap),
+        reweigh,
+        boundaries,
+        fitting_until or until,
     )
     solved = time.perf_counter()
     graph, mesh = search.graph, objective.decisions.mesh
@@ -121,12 +133,12 @@ def _solve(
     gap: float,
     reweigh: float | None,
     boundaries: Collection[int],
+    fitting_until: float,
 ) -> tuple[Solution, SearchState]:
     prices_of_memory, basis = state.usage_prices, state.basis
     extended = asked
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
-    once = active is not None and reweigh is None
-    known, most = ((), 1) if once else (tuple(seeds), MAX_SOLVES)
+    most = 1 if active is not None and reweigh is None else MAX_SOLVES
     wanted = gap if reweigh is None else max(gap, reweigh)
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
@@ -136,7 +148,7 @@ def _solve(
         if active:
             problem, begin = active.extend(problem), tuple(map(active.extend_choice, begin))
             extended = problem
-        left_s = (until - now()) * (1.0 if most == 1 else SOLVE_SHARE)
+        left_s = ((until if now() < until else fitting_until) - now()) * (1.0 if most == 1 else SOLVE_SHARE)
         found = solve(
             problem,
             time_limit=max(left_s, LEAST_S),
@@ -161,12 +173,20 @@ def _solve(
         )
         return memory.peak_bytes > search.budget
 
+    def enough(found: Solution) -> bool:
+        if now() <= until:
+            return False
+        if now() > fitting_until:
+            return True
+        _, memory = scheduled(objective.decisions, found.choice, search.prices, search.options, search.budget)
+        return memory.peak_bytes > search.budget
+
     def used(choice: Sequence[int]) -> float:
         """What redistributed operands are counted in, if any."""
         return peak_usage(extended, active.extend_choice(choice)) if active else 0.0
 
     bound = state.bound if asked.limit <= search.budget else -math.inf
-    found = objective.minimize(asked, solve_from, wanted, known, most, lambda: now() > until, bound, used)
+    found = objective.minimize(asked, solve_from, wanted, seeds, most, enough, bound, used)
     return found, replace(state, usage_prices=prices_of_memory, basis=basis)
 
 
@@ -190,7 +210,8 @@ def solve_with_shardings(
     boundaries: Collection[int] = (),
     folding: Folding = fold,
 ) -> Result | None:
-    """The best way to keep, recompute and offload among the options that are ``still`` open, over some rounds.
+    """The best way to keep, recompute and offload among the options that are ``still`` open, over some rounds: one that
+    fits, or the last that does not.
 
     Args:
         boundaries: hold variables of values that are not to be recomputed.
@@ -198,21 +219,22 @@ def solve_with_shardings(
     """
     objective = state.joint
     assert objective is not None
+    found = None
     for _ in range(rounds):
         problem = constrained(search, state, objective, active, search.budget)
         problem = active.extend(without_recomputing(objective, problem, boundaries))
         choice = solve_open(problem, still, max(until - now(), LEAST_S), search.options.solver, gap, folding)
         if choice is None:
-            return None
+            break
         found = search.measure(objective, active.restrict(choice), method, search.budget)
         if found.memory.peak_bytes <= search.budget:
-            return found
+            break
         own, timeline, most = found.solution.choice, found.memory.timeline, max(active.margins.values())
         if now() > until or not active.separate(own, found.program, timeline, search.budget):
-            return None
+            break
         if equalize and max(active.margins.values()) > most:  # else the points that are new say what they hold
             active.equalise()
-    return None
+    return found
 
 
 def solve_open(
@@ -238,8 +260,9 @@ def fold_or_give_up(problem: Problem) -> Tied | None:
 
 
 def hides_more(search: Search, state: SearchState, active: ActiveSet, result: Result) -> tuple[bool, SearchState]:
-    """Whether the transfers of a plan that fits leave the step waiting, and constraints that let them hide are new: for
-    copies to the host that find no time in the forward, and for what is fetched late since there is no room sooner."""
+    """Whether what a plan that fits sends leaves the step waiting, and constraints that let it hide are new: for copies
+    to the host that find no time in the forward, and for what is fetched or gathered late since there is no room
+    sooner."""
     least = settings.EXPOSED_SHARE * result.cost
     parts = FORWARD_PARTS if exposed_seconds(result.program) > least else 1
     tighter = False
@@ -247,5 +270,10 @@ def hides_more(search: Search, state: SearchState, active: ActiveSet, result: Re
         early = replace(result, program=result.early[0], memory=result.early[1], early=None)
         if result.step_s > early.step_s + least:
             tighter = active.separate(result.solution.choice, early.program, early.memory.timeline, search.budget)
+    tried = search.tried(result)
+    if search.arranged(result).arranged_s > tried.least_s() + least:
+        program = tried.shortest(search.prices.overlap)
+        held = profile(program, search.graph, result.objective.decisions.mesh, search.options)
+        tighter |= active.separate(result.solution.choice, program, held.timeline, search.budget)
     more = max(state.hiding_parts, parts)
     return tighter or more > state.hiding_parts, replace(state, hiding_parts=more)

@@ -268,16 +268,25 @@ def choose(search: Search, state: SearchState) -> Candidate:
         best = settled(fitting, fitting, search.options.gap)
         return _bounded(search, best, state.bound, "nothing was found that fits")
     search.report("collectives")
-    started = time.perf_counter()
-    plan = state.best.with_bound(state.bound, search.options.gap)
-    own = Candidate.of("chosen", plan.objective.decisions, plan.solution, plan.program, search.prices, search.options)
-    search.timings["arrange"] = time.perf_counter() - started
+    own = shortest(search, state)
     fitting = list(_fitting(search, own.arranged_s, own.solution.objective))
     candidates = [own, *fitting]
     if not undominated(candidates, fitting, search.options.gap) and now() < search.ends:
         candidates += sharing_launches(search, state, fitting)
     best = settled(candidates, fitting, search.options.gap)
     return own if best is own else _bounded(search, best, own.solution.lower_bound, own.solution.method)
+
+
+def shortest(search: Search, state: SearchState) -> Candidate:
+    """The plan of the shortest step. A step takes hardly less than its cost, so most plans need not be looked at."""
+    best: Candidate | None = None
+    for plan in state.plans:
+        if best is not None and (plan.cost >= best.timeline.seconds or now() > search.ends):
+            break
+        own = search.arranged(plan)
+        best = own if best is None else min(best, own, key=Candidate.rank)
+    assert best is not None
+    return _bounded(search, best, state.bound)
 
 
 def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candidate]:
@@ -319,10 +328,10 @@ def _may_be_shorter(baseline: BaselineCandidate, step_s: float, *, nearly: bool,
     return nearly or short or not baseline.is_exact or baseline.may_defer
 
 
-def _bounded(search: Search, found: Candidate, bound: float, method: str) -> Candidate:
-    """A baseline as the chosen plan, with the search's bound."""
+def _bounded(search: Search, found: Candidate, bound: float, *methods: str) -> Candidate:
+    """The chosen plan, with the search's bound, and what led to it."""
     cost = found.solution.objective
     bound = min(bound, cost)
     proven = cost - bound <= search.options.gap * cost
-    method = f"{method}; {found.solution.method}"
+    method = "; ".join((*methods, found.solution.method))
     return replace(found, solution=replace(found.solution, lower_bound=bound, proven=proven, method=method))

@@ -13,12 +13,13 @@ from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.memory.live_ranges import ProgramPoint
 from autopar.planner.options import Options
+from autopar.planner.overlap.arrange import TriedArrangements
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.decide import Decisions
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search import settings
-from autopar.planner.search.candidates import BaselineCandidate
+from autopar.planner.search.candidates import BaselineCandidate, Candidate
 from autopar.planner.search.fitting import scheduled
 from autopar.plans.records import SearchRecord
 from autopar.program import Program
@@ -54,12 +55,6 @@ class Result:
         """Seconds of a step, by simulation."""
         return simulate_streams(self.program, self.objective.prices.overlap).seconds
 
-    def with_bound(self, bound: float, gap: float) -> Result:
-        """The same with a bound from elsewhere."""
-        bound = min(bound, self.cost)
-        proven = self.cost - bound <= gap * self.cost
-        return replace(self, solution=replace(self.solution, lower_bound=bound, proven=proven))
-
 
 @dataclass(frozen=True, eq=False)
 class Search:
@@ -84,6 +79,8 @@ class Search:
     ends: float
     baselines: Sequence[BaselineCandidate] = ()
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("build", "solve", "lower", "verify"), 0.0))
+    _arranged: dict[int, tuple[Result, Candidate]] = field(default_factory=dict)
+    _tried: dict[int, tuple[Result, TriedArrangements]] = field(default_factory=dict)
 
     @property
     def prices(self) -> Prices:
@@ -106,6 +103,22 @@ class Search:
         solution = Solution(tuple(choice), objective.seconds(choice), 0.0, proven=False, method=method)
         return Result(objective, program, solution, memory)
 
+    def arranged(self, result: Result) -> Candidate:
+        """``result`` as a complete plan, with its collectives arranged."""
+        if id(result) not in self._arranged:
+            started, d = time.perf_counter(), result.objective.decisions
+            tried = self.tried(result)
+            own = Candidate.of("chosen", d, result.solution, result.program, self.prices, self.options, tried)
+            self._arranged[id(result)] = result, own
+            self.timings["arrange"] = self.timings.get("arrange", 0.0) + time.perf_counter() - started
+        return self._arranged[id(result)][1]
+
+    def tried(self, result: Result) -> TriedArrangements:
+        """Arrangements of the collectives of ``result``."""
+        if id(result) not in self._tried:
+            self._tried[id(result)] = result, Candidate.tried(result.program, self.prices, self.options)
+        return self._tried[id(result)][1]
+
     def fits(self, baseline: BaselineCandidate) -> bool:
         """Whether its program fits, as it is or, where it is a little too large, with its collectives arranged."""
         if baseline.fits(self.budget):
@@ -119,7 +132,7 @@ class SearchState:
     """What the phases so far have found.
 
     Args:
-        best: the cheapest plan that fits the budget.
+        plans: those that fit the budget, the cheapest first.
         leanest: the plan of the smallest peak.
         bound: seconds that no plan can beat.
         cutoff: seconds of a plan that is known from elsewhere, which a better one has to beat.
@@ -127,12 +140,13 @@ class SearchState:
         free_s: work that it took.
         joint: the objective over decisions with reruns.
         hideable_s, hiding_parts: seconds of the forward beside which transfers of the host hide, in so many parts.
+        near: choices of the joint problem that cost less than the best plan, and hold more than the budget.
         points: program points at which choices of the joint problem were found to hold more than the budget.
         usage_prices, basis: what the limit cost in the last solve, and where its linear program of blocks ended.
         trace: a record for each phase.
     """
 
-    best: Result | None = None
+    plans: tuple[Result, ...] = ()
     leanest: Result | None = None
     bound: float = 0.0
     cutoff: float = math.inf
@@ -141,10 +155,16 @@ class SearchState:
     joint: Objective | None = None
     hideable_s: float = math.inf
     hiding_parts: int = 1
+    near: tuple[Choice, ...] = ()
     points: frozenset[ProgramPoint] = frozenset()
     usage_prices: UsagePrices = field(default_factory=UsagePrices)
     basis: Basis | None = None
     trace: tuple[SearchRecord, ...] = ()
+
+    @property
+    def best(self) -> Result | None:
+        """The cheapest plan that fits the budget."""
+        return self.plans[0] if self.plans else None
 
     @property
     def cost(self) -> float:
@@ -158,8 +178,8 @@ class SearchState:
         state = self
         if state.leanest is None or found.memory.peak_bytes < state.leanest.memory.peak_bytes:
             state = replace(state, leanest=found)
-        if found.memory.peak_bytes <= search.budget and (state.best is None or _rank(found) < _rank(state.best)):
-            state = replace(state, best=found)
+        if found.memory.peak_bytes <= search.budget:
+            state = replace(state, plans=tuple(sorted((*self.plans, found), key=_rank)))
         return state
 
     def wanted_gap(self, search: Search) -> float:
