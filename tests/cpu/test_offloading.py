@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Callable
 from functools import cache
@@ -68,6 +69,7 @@ def test_the_devices_memory_does_not_count_what_the_host_holds() -> None:
         del x
         assert meter.held == 4000, "a transfer keeps what it copies alive"
         del sent
+        gc.collect()  # torch keeps frames of the first call under a mode in cycles
         assert meter.held == 0
         back = spmd.arrived(spmd.fetch(RANK, held))
         assert meter.held == meter.peak == 4000
