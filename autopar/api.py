@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from autopar import codegen
 from autopar.arguments import as_cluster, as_mesh
 from autopar.assembly import assemble
 from autopar.emission import with_emitted_source
-from autopar.errors import InputError, MeshError, PlanError
+from autopar.errors import InputError, MeshError, PlanError, RoomError
 from autopar.mesh import Cluster, Mesh
 from autopar.pipeline_assembly import assemble_pipeline, check_belongs, simulate_plan
 from autopar.pipelines.request import AXIS
@@ -33,6 +34,7 @@ from autopar.planning import (
     mesh_of_shared,
     planned_on_meshes,
     planned_over_range,
+    with_all_room,
     with_shared,
     world_of,
 )
@@ -356,10 +358,19 @@ def simulate(
         run = simulate_plan(capture, plan, _named(model, call, capture, options), options, seed)
         return dataclasses.replace(run, outputs=_built(capture, run.outputs))
     capture = capture_model(model, call, options, plan.mesh.size)
+    own = capture
     capture = as_planned(capture, plan)
-    plan = belonging(plan, capture, call)
+    plan, named = belonging(plan, capture, call), _named(model, call, capture, options)
     plan, local = with_emitted_source(plan, capture, options)
-    outputs, rest = simulate_program(local, capture.graph, plan.mesh, _named(model, call, capture, options), seed)
+    try:
+        outputs, rest = simulate_program(local, capture.graph, plan.mesh, named, seed)
+    except RoomError as error:
+        more = with_all_room(own, plan)
+        if more is None:
+            raise
+        warnings.warn(f"{error.what} So it is simulated with room for all ({error.found}; {error.hint})", stacklevel=2)
+        capture, (_, local) = more[0], with_emitted_source(more[1], more[0], options)
+        outputs, rest = simulate_program(local, capture.graph, plan.mesh, named, seed)
     return dataclasses.replace(rest, outputs=_built(capture, outputs))
 
 

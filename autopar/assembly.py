@@ -133,9 +133,21 @@ def bind_to(original: type[nn.Module]) -> Callable[[nn.Module, Sequence[Any], Ma
 
 
 def _compile(
-    model: nn.Module, state: State, call: Call, cluster: Cluster, options: Options, *, every: bool = False
+    model: nn.Module,
+    state: State,
+    call: Call,
+    cluster: Cluster,
+    options: Options,
+    *,
+    every: bool = False,
+    anew: bool = False,
 ) -> Variant:
-    """Plan and lower the model for another batch or mode, with the parameters placed as they are."""
+    """Plan and lower the model for another batch or mode, with the parameters placed as they are.
+
+    Args:
+        every: with a backward from every output.
+        anew: as no known plan does.
+    """
 
     def captured() -> Capture:
         with restored_attributes(model, state.attributes_before):
@@ -144,7 +156,9 @@ def _compile(
     capture = on_all_ranks(captured, lambda c: c.graph.digest)
     current_specs = placed_specs(model, capture, state.mesh)
     fixed = dataclasses.replace(options, constraints=current_specs, accumulators=_accumulators(state))
-    reusable = not every and all(str(state.plan.specs.get(name)) == spec for name, spec in current_specs.items())
+    reusable = (
+        not every and not anew and all(str(state.plan.specs.get(name)) == spec for name, spec in current_specs.items())
+    )
     plan = _reused_plan(state, as_planned(capture, state.plan), call) if reusable else None
     if plan is None:
         made = decided_on_rank_0(lambda: as_shared(planned_on(capture, state.mesh, cluster, fixed, 0.0, None)))
@@ -202,6 +216,11 @@ def _variant(
         """Compile the same call with a backward from every output."""
         return _compile(model, state, call, cluster, whole_outputs, every=True)
 
+    @functools.cache
+    def without_room() -> Variant:
+        staying = dataclasses.replace(options, expert_room=None, search="joint")
+        return _compile(model, state, call, cluster, staying, anew=True)
+
     outputs = tuple(o.name for o, _, _ in executable.results if o.kind == "output")
     shapes = {i.name: capture.graph.meta(Value(i.node)).shape for i in capture.graph.inputs if i.kind == "parameter"}
     state.compiled += 1
@@ -217,6 +236,7 @@ def _variant(
         state.compiled,
         capture.attribute_outputs,
         list(capture.lost),
+        without_room,
     )
 
 

@@ -95,3 +95,7 @@ class InputError(AutoparError):
 
 class RankError(AutoparError):
     """The ranks disagree, or another rank failed."""
+
+
+class RoomError(RankError):
+    """A router sends a rank more rows than it has room for. Every rank raises it, before anything has changed."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias, Union
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, Union
 
 ITEMSIZE: Mapping[str, int] = {
     "bool": 1,
@@ -37,20 +37,45 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 Phase = Literal["forward", "backward"]
 
 
+class Cuts(Protocol):
+    """What a ``ShardingSpec`` says of shapes."""
+
+    @property
+    def dims(self) -> Sequence[tuple[int, ...]]: ...
+
+    def local_shape(
+        self, shape: Sequence[int], mesh: Any, coordinate: Sequence[int] | None = None
+    ) -> tuple[int, ...]: ...
+
+
 class TensorMeta(NamedTuple):
     """Global shape and dtype of a tensor. ``dtype`` is torch's name without the prefix ``torch.``.
 
     Args:
         routed: how many leading dims are those of routed rows (``planner.graphs.routed``): how they are cut says which
             rows a rank has, so no redistribution changes it.
+        choices: of routed rows: how many tokens there are along their last dim, and choices of each. Where no experts
+            are cut, a rank has these rows, and room for more is only where they are.
     """
 
     shape: tuple[int, ...]
     dtype: str
     routed: int = 0
+    choices: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        return f"TensorMeta(shape={self.shape!r}, dtype={self.dtype!r}{f', routed={self.routed}' * bool(self.routed)})"
+        routed = f", routed={self.routed}, choices={self.choices}" if self.routed else ""
+        return f"TensorMeta(shape={self.shape!r}, dtype={self.dtype!r}{routed})"
+
+    def shape_in(self, spec: Cuts) -> tuple[int, ...]:
+        """Return the global shape of which ``spec`` cuts a rank's."""
+        if not self.choices or spec.dims[self.routed - 1]:
+            return self.shape
+        return (*self.shape[: self.routed - 2], *self.choices, *self.shape[self.routed :])
+
+    def local_shape(self, spec: Cuts, mesh: Any, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return the shape of the shard at ``coordinate``, by default of the largest."""
+        return spec.local_shape(self.shape_in(spec), mesh, coordinate)
 
     @property
     def numel(self) -> int:

@@ -47,9 +47,9 @@ class PlanOptions(TypedDict, total=False):
             it may still gain over the run is less than the seconds that it has taken.
         accumulation_steps: number of backwards in one optimizer step, 1 by default. The gradients add up and appear
             with the last backward; the plan decides whether each is reduced at once or all are at the end.
-        expert_room: lets plans send tokens to the ranks of their experts, and says for how many rows each rank has
-            room, over the mean, such as 1.5. A router that sends a rank more is an error on all ranks. None, the
-            default, leaves tokens where they are, so that no routing can stop a step.
+        expert_room: for how many rows a rank has room, over the mean, where tokens are sent to the ranks of their
+            experts. Where a router sends more, the step is run by a program in which tokens stay. ``"auto"``, the
+            default, is 1.5, and None leaves tokens where they are; so does ``"auto"`` in a pipeline.
         dynamic_shapes: dims of inputs that vary, as for ``torch.export``: ``{"input_ids": {0: Dim("batch", min=2,
             max=64)}}``. One plan serves the whole range without another search; ``plan.symbolic`` has its formulas.
         async_tensor_parallel: whether a matrix product may be decomposed to run beside the all-gather that feeds it or
@@ -77,7 +77,7 @@ class PlanOptions(TypedDict, total=False):
     time_limit: float
     training_steps: float
     accumulation_steps: int
-    expert_room: float | None
+    expert_room: float | Literal["auto"] | None
     dynamic_shapes: Any
     async_tensor_parallel: bool | Literal["auto", "always"]
     solver: str
@@ -105,7 +105,6 @@ _DEFAULTS = {
     "constraints": None,
     "dynamic_shapes": None,
     "pipeline": None,
-    "expert_room": None,
 }
 
 _F = TypeVar("_F", bound=Callable[..., Any])

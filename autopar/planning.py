@@ -22,7 +22,7 @@ from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.ranges import Sizes
 from autopar.plans import Plan
 from autopar.precision import computing_in, stored_dtype
-from autopar.ranged import fitted, largest, over_range, resized
+from autopar.ranged import carried_to, fitted, largest, over_range, resized
 from autopar.runtime.agreement import world_size
 from autopar.runtime.materialize import existing_dtensor
 from autopar.spmd.placements import from_placements
@@ -169,6 +169,14 @@ def as_shared(plan: Plan) -> Any:
 def as_planned(capture: Capture, made: Plan) -> Capture:
     """The capture in the form that was planned: losses may be in chunks."""
     return dataclasses.replace(capture, graph=planner.as_planned(capture.graph, made.graph_digest, made.program))
+
+
+def with_all_room(capture: Capture, made: Plan) -> tuple[Capture, Plan] | None:
+    """The plan with room for whatever a router sends, and its capture; None where no rank gets more for it."""
+    graph = planner.with_routed_experts(capture.graph, math.inf)
+    capture = dataclasses.replace(capture, graph=planner.as_planned(graph, "", made.program))
+    carried = carried_to(made, capture)
+    return None if carried is None or carried is made else (capture, carried)
 
 
 def belonging(plan: Plan, capture: Capture, call: Call) -> Plan:

@@ -67,9 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, report: bool = True) -> No
     )
     parser.add_argument(
         "--expert-room",
-        type=float,
-        metavar="X",
-        help="let tokens go to the ranks of their experts, each with room for X times the mean, such as 1.5",
+        type=_room,
+        default="auto",
+        metavar="X|auto|none",
+        help="room of a rank for tokens of its experts, over the mean; none: tokens stay (default auto: 1.5)",
     )
     parser.add_argument(
         "--search", default="joint", help="search method: joint, two-stage, or baseline:NAME (default joint)"
@@ -94,6 +95,15 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: write, say, 60")
     return seconds
+
+
+def _room(text: str) -> float | str | None:
+    if text in ("auto", "none"):
+        return None if text == "none" else text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no room for experts: write, say, 1.5, auto or none") from None
 
 
 def run(arguments: argparse.Namespace) -> int:

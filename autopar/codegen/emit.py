@@ -168,7 +168,7 @@ def results_of(
     made: list[tuple[str, tuple[int, ...], str] | None] = []
     for node in module.graph.output_node().args[0]:  # type: ignore[union-attr]
         tensor: LocalTensor = node.meta["tensor"]  # type: ignore[union-attr]
-        shape = tensor.spec.local_shape(tensor.meta.shape, mesh, coordinate)
+        shape = tensor.meta.local_shape(tensor.spec, mesh, coordinate)
         made.append(None if tensor.host else (tensor.name, shape, tensor.meta.dtype))
     return made
 

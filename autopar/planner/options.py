@@ -12,6 +12,10 @@ from autopar.errors import AutoparError
 from autopar.pipelines.request import Pipeline
 from autopar.planner.ranges import Ranges
 
+EXPERT_ROOM = 1.5
+"""Rows for which a rank with some of the experts has room, over the mean. Where routing is learned to be balanced, the
+fullest rank gets little more than the mean; what is beyond the room is computed by the ranks of the tokens."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -41,7 +45,7 @@ class Options:
             they can be.
         device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
         expert_room: where ranks have some of the experts each, rows for which one has room, over the mean; None where
-            tokens stay with their ranks.
+            tokens stay with their ranks. ``"auto"``: ``EXPERT_ROOM``, where a step can be run again without.
         accumulation_steps: micro-batches whose gradients add up before the optimizer steps.
         accumulators: specs in which they do, by parameter, where an earlier plan has decided them.
         in_flight: micro-batches whose activations are held at once, between their forward and their backward, as by a
@@ -68,7 +72,7 @@ class Options:
     mixed_precision: str | None = None
     ranges: Ranges | None = None
     async_tensor_parallel: bool | Literal["auto", "always"] = "auto"
-    expert_room: float | None = None
+    expert_room: float | Literal["auto"] | None = "auto"
     accumulation_steps: int = 1
     accumulators: Mapping[str, str] = field(default_factory=dict)
     in_flight: int = 1
@@ -101,11 +105,11 @@ class Options:
                 found=repr(self.gap),
                 hint="give a number from 0 to below 1, such as 1e-3.",
             )
-        if self.expert_room is not None and not _number(self.expert_room) >= 1:
+        if self.expert_room not in ("auto", None) and not _number(self.expert_room) >= 1:
             raise AutoparError(
                 "expert_room is the number of rows for which a rank has room, over the mean.",
                 found=repr(self.expert_room),
-                hint="give a number from 1 on, such as 1.5, or None.",
+                hint="give a number from 1 on, such as 1.5, None or 'auto'.",
             )
         if not _number(self.training_steps) > 0:
             raise AutoparError(
@@ -118,6 +122,11 @@ class Options:
         _check("async_tensor_parallel", self.async_tensor_parallel, "auto", True, False, "always")
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")
+
+    @property
+    def room(self) -> float | None:
+        """Rows for which a rank with some of the experts has room, over the mean, where tokens may go there."""
+        return EXPERT_ROOM if self.expert_room == "auto" else self.expert_room
 
     @property
     def decomposed(self) -> str:

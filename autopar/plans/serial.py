@@ -92,14 +92,16 @@ def _step_from(data: Mapping[str, Any]) -> Step:
 
 
 def _tensor_to(t: LocalTensor) -> list[Any]:
-    dtype = f"{t.meta.dtype} routed {t.meta.routed}" if t.meta.routed else t.meta.dtype
+    routed = f" routed {' '.join(map(str, (t.meta.routed, *t.meta.choices)))}" if t.meta.routed else ""
+    dtype = f"{t.meta.dtype}{routed}"
     data = [t.name, list(t.meta.shape), dtype, str(t.spec), t.bytes]
     return [*data, True] if t.host else data
 
 
 def _meta_from(shape: Any, dtype: str) -> TensorMeta:
     name, _, routed = dtype.partition(" routed ")
-    return TensorMeta(tuple(entries(shape)), name, int(routed or 0))
+    lead, *choices = map(int, routed.split() or ["0"])
+    return TensorMeta(tuple(entries(shape)), name, lead, tuple(choices))
 
 
 def _op_from(data: Mapping[str, Any]) -> Op:

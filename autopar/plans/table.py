@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
+from itertools import accumulate
 
 from autopar.plans.layers import SHORT, action_text, collective_text, folded, rows
 from autopar.plans.record import PlanRecord
@@ -52,6 +54,8 @@ def _head(plan: PlanRecord) -> list[tuple[str, str]]:
     ]
     if plan.host_memory:
         head.append(("host memory", f"{size(plan.host_memory)} a device: {_on_host(plan)}"))
+    if room := _expert_room(plan):
+        head.append(("experts", room))
     return head
 
 
@@ -118,6 +122,24 @@ def _on_host(plan: PlanRecord) -> str:
     return ", ".join(parts)
 
 
+def _expert_room(plan: PlanRecord) -> str:
+    """Describe what is held back for routers that are not balanced; "" where ranks have the rows of their tokens."""
+    program, changes, share = plan.program, [0.0] * (len(plan.program.ops) + 2), 1.0
+    layers = 0
+    for t in program.tensors.values():
+        if not t.meta.choices or not t.spec.dims[t.meta.routed - 1] or t.host or program.root[t.name] != t.name:
+            continue
+        balanced = math.prod(t.meta.choices) / math.prod(t.meta.shape[t.meta.routed - 2 : t.meta.routed])
+        layers, share = layers + (len(t.meta.shape) == t.meta.routed), min(share, balanced)
+        begins = program.writer[t.name]
+        changes[begins] += (1 - balanced) * t.bytes
+        changes[program.last_read.get(t.name, begins) + 1] -= (1 - balanced) * t.bytes
+    if not layers:
+        return ""
+    rooms = f"{size(max(accumulate(changes)))} more than if all get the mean"
+    return f"spread in {layers} layers; each rank has room for {1 / share:.3g} times the mean, at most {rooms}"
+
+
 def _collectives(plan: PlanRecord) -> list[list[str]]:
     groups: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
     for c in plan.collectives:
@@ -170,7 +192,7 @@ def painted(lines: Sequence[str]) -> list[str]:
     return out
 
 
-LABELS = ("step time", "plan cost", "peak memory", "host memory")
+LABELS = ("step time", "plan cost", "peak memory", "host memory", "experts")
 
 
 def _ansi(text: str, style: str) -> str:

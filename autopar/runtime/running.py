@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, RoomError
 from autopar.mesh import Mesh
 from autopar.runtime.accumulation import Sums
 from autopar.runtime.agreement import this_rank, warn_of_other_values
@@ -107,7 +107,38 @@ def _run_program(
         state.compared.add(request.key)
     with state.precision():
         variant = program_for(model, request)
-    executable = variant.executable
+    try:
+        return _executed(model, request, variant, stored, settle)
+    except RoomError as error:
+        return _executed(model, request, _without_room(variant, error), stored, settle)
+
+
+def _without_room(variant: Variant, error: RoomError) -> Variant:
+    """Return a program for the same call in which no routing is too much for a rank.
+
+    Raises:
+        RoomError: none fits the memory.
+    """
+    if variant.without_room is None:
+        raise error
+    try:
+        with torch.inference_mode(mode=False):
+            made = variant.without_room()
+    except AutoparError as reason:
+        raise error from reason
+    if this_rank() == 0:
+        warnings.warn(
+            f"{error.what} The step is run by a program in which tokens stay with their ranks ({error.found}; "
+            f"{error.hint})",
+            stacklevel=6,
+        )
+    return made
+
+
+def _executed(
+    model: ParallelBase, request: Request, variant: Variant, stored: Tables, settle: Callable[[], None]
+) -> tuple[Variant, list[Any], list[Any]]:
+    state, call, executable = model._autopar, request.call, variant.executable
     if executable.random or executable.compiled:  # compiled code starts collectives by itself
         settle()
     available = program_inputs(call, variant, state)

@@ -52,6 +52,7 @@ class Variant:
         number: index of the program in the order of compilation, the same on every rank.
         attribute_outputs: what a call stores in attributes of modules.
         lost: names of other places in which the forward stores tensors; cleared once the user is warned.
+        without_room: compiles the same call so that tokens stay with their ranks, for a router that sends one too many.
     """
 
     executable: Executable
@@ -64,6 +65,7 @@ class Variant:
     number: int
     attribute_outputs: tuple[AttributeOutput, ...] = ()
     lost: list[str] = field(default_factory=list)
+    without_room: Callable[[], Variant] | None = None
 
 
 @dataclass

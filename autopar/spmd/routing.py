@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import RankError
+from autopar.errors import RoomError
 from autopar.mesh import Mesh
 from autopar.sharding import spec as sharding
 from autopar.spmd.collectives import CARRIED_AS
@@ -48,7 +48,7 @@ def route(
         layer: the module's name, for the error.
 
     Raises:
-        RankError: on all ranks, if some rank gets more rows than there is room for.
+        RoomError: on all ranks, if some rank gets more rows than there is room for.
     """
     found: Tensor = run_ring(rank, _routing(rank, ids, tokens, rows, experts, cuts, owners, layer))
     return found
@@ -226,11 +226,11 @@ def _routing(
     return made.view(*rows)
 
 
-def _no_room(layer: str, fullest: int, room: int, layout: _Layout) -> RankError:
+def _no_room(layer: str, fullest: int, room: int, layout: _Layout) -> RoomError:
     ways = math.prod(layout.mesh.shape[a] for a in layout.owners)
     outside = {a for axes in layout.cuts for a in axes} - layout.moved
     mean = layout.span / ways / math.prod(layout.mesh.shape[a] for a in outside)
-    return RankError(
+    return RoomError(
         f"The router of {layer or 'a layer'} sends a rank more rows than there is room for.",
         found=f"{fullest} rows, {fullest / mean:.2f} times the mean; there is room for {room}",
         hint=f"plan with expert_room={math.ceil(fullest / mean * 4 + 1) / 4:g}, or balance the router.",

@@ -33,7 +33,7 @@ def local_shapes(node: Node, strategy: Strategy, mesh: Mesh, rule: Rule) -> Loca
         meta, spec = node.outputs[index], strategy.outputs[index]
         if meta is None or spec is None:
             continue
-        shape = local_shape(meta.shape, spec, mesh)
+        shape = local_shape(meta.shape_in(spec), spec, mesh)
         if isinstance(place, str):
             if place in kwargs:
                 kwargs[place] = shape

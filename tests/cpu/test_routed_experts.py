@@ -13,7 +13,7 @@ import transformers
 import autopar
 from autopar import planner
 from autopar.errors import AutoparError
-from autopar.ir import Graph
+from autopar.ir import Graph, Value
 from autopar.mesh import Mesh
 from autopar.planner.graphs.routed import with_routed_experts
 from autopar.planner.search.forms import as_planned, plan_forms
@@ -87,6 +87,15 @@ def of_model(name: str, routing: str = "as it comes", length: int = 8) -> Subjec
         return Subject(model, inputs, routed, eager(model, inputs))
 
 
+def graph_of(name: str) -> Graph:
+    """As it is captured."""
+    of = of_model(name)
+    return ColoTracer().capture(of.model, of.inputs).graph
+
+
+TWO_RANKS = Mesh((2,)), cluster_where_sharding_pays().sized(2)
+
+
 def moving(program: Program) -> int:
     return sum(bool(op.strategy and moved_axes(op.strategy)) for op in program.ops)
 
@@ -156,18 +165,34 @@ def test_a_router_that_fills_one_rank_is_an_error_of_the_step() -> None:
         run(tight, (4,), search="baseline:EP x FSDP")
 
 
-def test_the_search_plans_both_forms_and_takes_the_shorter_step() -> None:
-    of = of_model("Qwen3Moe")
-    own = ColoTracer().capture(of.model, of.inputs).graph
-    mesh, cluster = Mesh((4,)), cluster_where_sharding_pays().sized(4)
-    options = planner.Options(time_limit_s=60.0, gap=0.05, expert_room=ALL_ROOM)
-    best = plan_forms(own, mesh, cluster, options)
-    seconds = {}
-    for form in (own, with_routed_experts(own, ALL_ROOM)):
-        seconds[form.digest] = planner.plan_graph(form, mesh, cluster, options).timeline.seconds
-    assert best.decisions.graph.digest == min(seconds, key=seconds.__getitem__)
-    assert best.timeline.seconds == pytest.approx(min(seconds.values()))
-    assert as_planned(own, best.decisions.graph.digest, best.program).digest == best.decisions.graph.digest
+@pytest.mark.parametrize(
+    ("asked", "room"),
+    [({}, 1.5), ({"expert_room": 3.0}, 3.0), ({"expert_room": None}, None), ({"backend": "inductor"}, None)],
+    ids=str,
+)
+def test_experts_are_planned_on_routed_rows_unless_lengths_must_be_known(
+    asked: dict[str, Any], room: float | None
+) -> None:
+    own = graph_of("Qwen3Moe")
+    planned = plan_forms(own, *TWO_RANKS, planner.Options(time_limit_s=60.0, gap=0.05, **asked)).decisions.graph
+    assert planned.digest == (own if room is None else with_routed_experts(own, room)).digest
+
+
+def test_a_known_way_to_train_keeps_tokens_with_their_ranks_unless_it_is_one_that_sends_them() -> None:
+    own = graph_of("Qwen3Moe")
+    for name, form in (("ZeRO-3", own), ("EP x FSDP", with_routed_experts(own, 1.5))):
+        best = plan_forms(own, *TWO_RANKS, planner.Options(search=f"baseline:{name}"))
+        assert best.decisions.graph.digest == form.digest
+        assert as_planned(own, form.digest, best.program).digest == form.digest
+
+
+def test_a_constraint_on_what_is_not_among_routed_rows_is_met() -> None:
+    own = graph_of("Mixtral")
+    routed = with_routed_experts(own, 1.5)
+    gone = next(n for n in own.nodes if n.name not in routed.by_name and n.packet == "aten.expand")
+    spec = "S0" + "R" * (len(own.meta(Value(gone.name)).shape) - 1)
+    planned = plan_forms(own, *TWO_RANKS, planner.Options(constraints={gone.name: spec}))
+    assert planned.decisions.graph.digest == own.digest
 
 
 def test_what_is_sent_is_a_row_for_each_choice_of_a_ranks_tokens() -> None:
@@ -195,6 +220,15 @@ def test_a_saved_plan_runs_as_the_plan_did() -> None:
     assert all(torch.equal(first.grads[n], second.grads[n]) for n in first.grads)
 
 
+def test_a_plan_says_what_room_its_ranks_have_for_rows() -> None:
+    of = of_model("Mixtral")
+    options: dict[str, Any] = {"mesh": (2,), "cluster": cluster_where_sharding_pays(), "expert_room": 2.0}
+    sending = autopar.plan(of.model, of.inputs, search="baseline:EP x FSDP", **options)
+    assert "spread in 1 layers; each rank has room for 4 times the mean" in " ".join(str(sending).split())
+    staying = autopar.plan(of.model, of.inputs, search="baseline:ZeRO-3", **options)
+    assert "times the mean" not in str(staying)
+
+
 def test_lengths_that_do_not_divide_are_planned_as_they_were() -> None:
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(
@@ -207,6 +241,17 @@ def test_lengths_that_do_not_divide_are_planned_as_they_were() -> None:
     routed = dataclasses.replace(capture, graph=with_routed_experts(capture.graph, 1.5))
     for mesh in ((2,), (4,)):
         assert_equal(run(Subject(model, inputs, routed, expected), mesh).result, expected, 1e-9)
+
+
+def test_a_simulation_has_room_for_what_a_plan_has_none_for() -> None:
+    of = of_model("Mixtral", "one expert gets all", 12)
+    options: dict[str, Any] = {"mesh": (4,), "cluster": cluster_where_sharding_pays(), "expert_room": 1.0}
+    plan = autopar.plan(of.model, of.inputs, search="baseline:EP x FSDP", **options)
+    roomy = autopar.plan(of.model, of.inputs, search="baseline:EP x FSDP", **{**options, "expert_room": ALL_ROOM})
+    with pytest.warns(UserWarning, match=r"model\.layers\.0\.mlp.*room for all"):
+        ran = autopar.simulate(of.model, of.inputs, plan)
+    expected = autopar.simulate(of.model, of.inputs, roomy)
+    assert all(torch.equal(ran.grads[n], expected.grads[n]) for n in expected.grads)
 
 
 def test_room_is_at_least_what_an_even_router_needs() -> None:

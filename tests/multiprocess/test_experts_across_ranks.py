@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from autopar.errors import RankError
+from autopar.errors import InfeasibleError, RankError
 from autopar.strategies import moved_axes
 from tests.multiprocess.test_emitted_files import checked
 from tests.multiprocess.training_models import gradient_distance, pair
@@ -66,15 +67,48 @@ def _trains(mesh: tuple[int, ...], search: str) -> dict[str, float]:
     return found
 
 
-def _overflows() -> dict[str, Any]:
-    """A router that sends every token to the experts of one rank."""
-    _, model = pair(_model(), _batch(0, 12), (dist.get_world_size(),), search="baseline:EP x FSDP", expert_room=1.0)
+def _overflowing(**options: Any) -> tuple[Any, Any]:
+    """Routers that send every token to the experts of one rank."""
+    reference = _model()
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in reference.named_parameters():
             if name.endswith("gate.weight"):
                 p.copy_(torch.zeros_like(p))  # of equal experts, the first are chosen
+    mesh = (dist.get_world_size(),)
+    return pair(reference, _batch(0, 12), mesh, search="baseline:EP x FSDP", expert_room=1.0, **options)
+
+
+def _overflows() -> dict[str, Any]:
+    """Steps that are run by another program."""
+    reference, model = _overflowing()
+    found: dict[str, Any] = {"moving": _moving(model)}
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for step in range(2):
+            losses = [module(**_batch(step, 12)).loss for module in (reference, model)]
+            for loss in losses:
+                loss.backward()
+            found[f"loss {step}"] = abs(float(losses[0]) - float(losses[1]))
+            found[f"gradients {step}"] = gradient_distance(model, reference)
+        with torch.no_grad():
+            outputs = [module(**_batch(3, 12)).logits for module in (reference, model)]
+        found["logits"] = float((outputs[0] - outputs[1]).abs().max())
+    found["warnings"] = [str(w.message) for w in given if "more rows than there is room for" in str(w.message)]
+    found["programs"] = model._autopar.compiled
+    return found
+
+
+def _overflows_where_nothing_else_fits() -> dict[str, Any]:
+    """A step that no program can run."""
+    _, model = _overflowing()
+
+    def compile_nothing() -> Any:
+        raise InfeasibleError("Nothing fits.")
+
+    for variant in model._autopar.programs:
+        object.__setattr__(variant, "without_room", compile_nothing)
     before = [p.to_local().clone() for p in model.parameters()]
-    found: dict[str, Any] = {"moving": _moving(model), "error": ""}
+    found: dict[str, Any] = {"error": ""}
     try:
         model(**_batch(0, 12)).loss.backward()
     except RankError as error:
@@ -103,9 +137,18 @@ def test_a_model_trains_on_four_processes(mesh, search) -> None:
         assert max(found.values()) < FLOAT, found
 
 
-def test_rows_beyond_the_room_raise_on_all_ranks_and_change_nothing(pool) -> None:
-    for found in pool.run(_overflows):
-        assert found["moving"] > 0
+def test_a_step_with_rows_beyond_the_room_is_run_by_another_program(pool) -> None:
+    for rank, found in enumerate(pool.run(_overflows)):
+        assert found.pop("moving") > 0
+        told, compiled = found.pop("warnings"), found.pop("programs")
+        assert all("model.layers.0.mlp" in text and "expert_room=" in text for text in told)
+        assert bool(told) == (rank == 0)
+        assert compiled == 2  # with room and without
+        assert max(found.values()) < FLOAT, found
+
+
+def test_rows_beyond_the_room_raise_on_all_ranks_and_change_nothing_where_nothing_else_fits(pool) -> None:
+    for found in pool.run(_overflows_where_nothing_else_fits):
         assert found["kept"]
         assert "model.layers.0.mlp" in found["error"], found["error"]
         assert "expert_room=" in found["error"]

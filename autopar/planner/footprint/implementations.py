@@ -120,7 +120,7 @@ def _chunked(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Me
     """Logits are written and read chunk by chunk. The backward does this again, then writes their gradient, and reads
     it once for each product."""
     backward = node.packet.endswith("_backward")
-    x, weight = (option.inputs[i].local_shape(metas[i].shape, mesh) for i in ((1, 2) if backward else (0, 1)))
+    x, weight = (metas[i].local_shape(option.inputs[i], mesh) for i in ((1, 2) if backward else (0, 1)))
     logits = math.prod(x[:-1]) * weight[0] * metas[1].itemsize
     products = sum(made is not None for made in node.outputs[:2])
     return (2.0 * logits, *([2.0 * logits, *[float(logits)] * products] if backward else ()))
@@ -129,10 +129,10 @@ def _chunked(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Me
 def _sorting(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
     """Passes over ids, to sort them by expert, and over rows, to bring them into that order and back, as in
     ``autopar.ops.experts``."""
-    places = math.prod(option.inputs[2].local_shape(metas[2].shape, mesh))
+    places = math.prod(metas[2].local_shape(option.inputs[2], mesh))
 
     def rows(meta: TensorMeta, spec: ShardingSpec) -> float:
-        return 2.0 * places * spec.local_shape(meta.shape, mesh)[-1] * meta.itemsize
+        return 2.0 * places * meta.local_shape(spec, mesh)[-1] * meta.itemsize
 
     other = (metas[1], option.inputs[1]) if node.packet.endswith("_weight") else (node.outputs[0], option.outputs[0])
     moved = [rows(m, s) for m, s in ((metas[0], option.inputs[0]), other) if m is not None and s is not None]
@@ -142,15 +142,16 @@ def _sorting(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Me
 def sent_rows(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> int:
     """Return the bytes of one row for each choice of a rank's tokens, or of one key."""
     at = MOVING[node.packet]
-    choices = math.prod(option.inputs[at].local_shape(metas[at].shape, mesh))
+    choices = math.prod(metas[at].local_shape(option.inputs[at], mesh))
     if node.packet == "autopar.route":
         return choices * INDEX_BYTES
-    return choices * option.inputs[0].local_shape(metas[0].shape, mesh)[-1] * metas[0].itemsize
+    return choices * metas[0].local_shape(option.inputs[0], mesh)[-1] * metas[0].itemsize
 
 
 def _moving(node: Node, option: Strategy, metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[float, ...]:
     """Passes that sort the keys; and over rows, to bring them into the order in which they are sent, or summed up."""
-    choices = math.prod(option.inputs[MOVING[node.packet]].local_shape(metas[MOVING[node.packet]].shape, mesh))
+    at = MOVING[node.packet]
+    choices = math.prod(metas[at].local_shape(option.inputs[at], mesh))
     sorted_keys = 4.0 * SORT_PASSES * choices * INDEX_BYTES
     if node.packet == "autopar.route":
         return (sorted_keys,)
@@ -169,7 +170,7 @@ def packing_kernels(step: Step, after: ShardingSpec, meta: TensorMeta, mesh: Mes
     """Return the kernels that pack what a collective sends and unpack what it receives, if that copies."""
     if device != "cuda" or meta.dtype not in COPIED_DTYPES or step.kind not in PACKS or step.dim < 0:
         return ()
-    shape = after.local_shape(meta.shape, mesh)
+    shape = meta.local_shape(after, mesh)
     before = {"pack": step.to_dim if step.kind == "all_to_all" else step.dim, "unpack": step.dim}
     return tuple(name for name in PACKS[step.kind] if any(n != 1 for n in shape[: before[name]]))
 

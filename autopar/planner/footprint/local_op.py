@@ -120,14 +120,14 @@ def local_op(
         layouts: of its operands; contiguous by default.
     """
     where = tuple(at) if any(at) else None
-    shapes = [s.local_shape(m.shape, mesh, where) for m, s in zip(metas, option.inputs, strict=True)]
+    shapes = [m.local_shape(s, mesh, where) for m, s in zip(metas, option.inputs, strict=True)]
     given = layouts if layouts is not None else [contiguous(tuple(s)) for s in shapes]
     made = [(m, s) for m, s in zip(node.outputs, option.outputs, strict=True) if m is not None and s is not None]
     return LocalOp(
         node,
         tuple(metas),
         tuple((x, m.itemsize) for x, m in zip(given, metas, strict=True)),
-        tuple((contiguous(tuple(s.local_shape(m.shape, mesh, where))), m.itemsize) for m, s in made),
+        tuple((contiguous(tuple(m.local_shape(s, mesh, where))), m.itemsize) for m, s in made),
         device,
         option,
         mesh,

@@ -87,7 +87,7 @@ def _causal_rows(node: Node) -> int:
 @lru_cache(maxsize=65536)
 def local_bytes(meta: TensorMeta, spec: ShardingSpec, mesh: Mesh) -> int:
     """Return the bytes of the largest shard."""
-    return math.prod(spec.local_shape(meta.shape, mesh)) * meta.itemsize
+    return math.prod(meta.local_shape(spec, mesh)) * meta.itemsize
 
 
 def bytes_moved(

@@ -44,7 +44,8 @@ def _collect(op: LocalOp) -> int:
 
 
 def _ends(op: LocalOp) -> int:
-    experts = op.operands[-1][0].shape[-1]
+    stacks = op.operands[1], op.results[0]
+    experts = next(t.shape[0] for t, _ in reversed(stacks) if len(t.shape) == 3)
     return experts * (2 * POSITION_BYTES + 4) + 64
 
 
@@ -53,9 +54,10 @@ def _of_expert(op: LocalOp) -> int:
 
 
 def _sum_of_expert(op: LocalOp) -> int:
-    (y, size), (keys, _) = op.operands
+    y, size = op.operands[0]
     converted = y.numel * wide(size) if size < wide(size) else 0
-    return converted + (keys.shape[-1] + 1) * y.shape[-1] * wide(size) + _of_expert(op)
+    experts = op.results[0][0].shape[0]
+    return converted + (experts + 1) * y.shape[-1] * wide(size) + _of_expert(op)
 
 
 FORMULAS: Formulas = {

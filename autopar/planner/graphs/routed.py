@@ -6,8 +6,8 @@ inside (``ops.experts``). Here the rows are sorted once, and sent to where their
 op stays the op that it was. Anything else gets the rows back in the order of tokens, and so does what leaves the
 experts, summed over the choices of a token.
 
-A routed tensor has room for more rows than the mean, and all that is computed row by row has it too. So such a graph
-is worth its memory where experts are cut; the search plans both.
+Where experts are cut, a routed tensor has room for more rows than the mean, and all that is computed row by row has it
+too; where none are, it has the rows of its tokens, and sorts them once for all products.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autopar.ir import Arg, Graph, Node, TensorMeta, Value
 from autopar.program import Program
 from autopar.strategies import find_rule
 
-EVEN = 8
-"""Parts into which rows can be cut as evenly as tokens along their last dim, where that many divide the tokens: as many
-as a node has devices. Rows are rounded up to it, so that more parts would take memory."""
+EVEN, ROUNDED_SHARE = 8, 1 / 16
+"""Rows can be cut as evenly as tokens along their last dim into as many parts as a node has devices, where so many
+divide the tokens; and into more, to which rows are rounded up by at most that share."""
 
 PRODUCT, WEIGHT_PRODUCT = "autopar.experts_mm", "autopar.experts_mm_weight"
 
@@ -89,7 +89,7 @@ class _Layer:
         return len(meta.shape) == len(self.shape) + 1 and meta.shape[:-1] == (*self.shape[:-1], 1)
 
     def routed(self, meta: TensorMeta) -> TensorMeta:
-        return TensorMeta((*self.keys.shape, meta.shape[-1]), meta.dtype, self.keys.routed)
+        return self.keys._replace(shape=(*self.keys.shape, meta.shape[-1]), dtype=meta.dtype)
 
 
 def _layers(graph: Graph, room: Room) -> dict[Value, _Layer]:
@@ -116,12 +116,13 @@ def _layer(ids: Value, meta: TensorMeta, experts: int, room: Room) -> _Layer | N
     if isinstance(room, Mapping):
         columns = room.get((tokens, choices, experts), 0)
     else:
-        even = math.gcd(tokens, EVEN)
-        columns = min(-(-math.ceil(room * tokens * choices / experts) // even) * even, tokens)
+        wanted = math.ceil(min(room * tokens * choices / experts, tokens))
+        even = math.gcd(tokens, max(EVEN, 1 << int(math.log2(max(wanted * ROUNDED_SHARE, 1)))))
+        columns = min(-(-wanted // even) * even, tokens)
     if not columns:
         return None
     shape = (*outer, columns, experts)
-    return _Layer(ids, meta.shape, TensorMeta(shape, "int64", len(shape)))
+    return _Layer(ids, meta.shape, TensorMeta(shape, "int64", len(shape), (tokens, choices)))
 
 
 @dataclass

@@ -316,7 +316,7 @@ class _Sweep:
                     self._allocate(tensor.name, self._bytes(tensor), self.op_at[at])
 
     def _shape(self, tensor: LocalTensor) -> tuple[int, ...]:
-        return tensor.spec.local_shape(tensor.meta.shape, self.mesh, self.at if any(self.at) else None)
+        return tensor.meta.local_shape(tensor.spec, self.mesh, self.at if any(self.at) else None)
 
     def _bytes(self, tensor: LocalTensor) -> int:
         return math.prod(self._shape(tensor)) * tensor.meta.itemsize if any(self.at) else tensor.bytes

@@ -280,6 +280,7 @@ class _PipelineSearch:
     def _stage_options(self, m: int, k: int) -> Options:
         return replace(
             self.options,
+            expert_room=None if self.options.expert_room == "auto" else self.options.expert_room,
             accumulation_steps=m * self.options.accumulation_steps,
             in_flight=min(k, m),
             seam_s=self._send_s(SEAM_BYTES) / SEAM_BYTES,

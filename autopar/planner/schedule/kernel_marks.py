@@ -97,5 +97,5 @@ def _together(graph: Graph, fusion: Fusion, ops: Sequence[Op], prices: Prices) -
         return True
     strategy, last = ops[0].strategy, tuple(n - 1 for n in prices.mesh.shape)
     assert strategy is not None
-    shard = strategy.inputs[0].local_shape(graph.meta(fusion.reads[0][1]).shape, prices.mesh, last)
+    shard = graph.meta(fusion.reads[0][1]).local_shape(strategy.inputs[0], prices.mesh, last)
     return ops[0].reads[0] == ops[1].reads[0] and shard[-1] > 0

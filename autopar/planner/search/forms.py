@@ -1,7 +1,7 @@
 """One model as several graphs, and the best plan of all.
 
-Experts are planned with the rows of each token and, where ranks may send each other tokens, with routed rows. Each form
-gets an equal part of the time, and the one of the shorter step is taken.
+Experts are planned with routed rows where ranks may send each other tokens: that has the strategies of the other form,
+in which each token has its rows, and those that cut experts. The other is planned where that finds nothing.
 
 Losses are planned over whole logits and in chunks.
 Over whole logits costs less, in chunks holds less: so only where the first's free optimum is over the budget is the
@@ -45,30 +45,25 @@ def plan_forms(
     Raises:
         InfeasibleError, ConstraintError: see there.
     """
-    room = options.expert_room
+    room = options.room
     routed = with_routed_experts(graph, room) if room is not None and _may_route(mesh, options) else graph
-    if routed is graph:
-        return _plan_losses(graph, mesh, cluster, options, progress)
-    each, found, refused = (
-        replace(options, time_limit_s=options.time_limit_s / 2),
-        list[Planned](),
-        list[AutoparError](),
-    )
-    for form in (graph, routed):
+    forms = [graph] if routed is graph else [routed, graph]
+    if str(options.search).startswith("baseline:"):  # most know nothing of experts
+        forms.reverse()
+    refused: list[AutoparError] = []
+    for form in forms:
         try:
-            found.append(_plan_losses(form, mesh, cluster, each, progress))
+            return _plan_losses(form, mesh, cluster, options, progress)
         except (ConstraintError, PlanError, InfeasibleError) as error:  # one may name what is in one form alone
             refused.append(error)
-    if not found:
-        infeasible = [error for error in refused if isinstance(error, InfeasibleError)]
-        raise min(infeasible, key=_least_bytes) if infeasible else refused[0]
-    return _bounded_by_all(min(found, key=lambda p: (p.timeline.seconds, p.solution.objective)), found, options)
+    infeasible = [error for error in refused if isinstance(error, InfeasibleError)]
+    raise min(infeasible, key=_least_bytes) if infeasible else refused[-1]
 
 
 def _may_route(mesh: Mesh, options: Options) -> bool:
     """Whether ranks may send each other rows: how many is only known at run time, so Inductor cannot compile it, and
     there is no formula for a range of sizes."""
-    searches = options.search in ("joint", "two-stage") or options.search.startswith("baseline:")
+    searches = options.search in ("joint", "two-stage") or str(options.search).startswith("baseline:")
     return mesh.size > 1 and options.backend == "eager" and options.ranges is None and searches
 
 

@@ -42,7 +42,7 @@ def kept(
     strategy: Strategy, meta: TensorMeta, dims: Sequence[int], mesh: Mesh, n: int = 1, operand: int = 0
 ) -> tuple[int, ...]:
     """Return the local shape on the fullest rank with ``dims`` reduced to ``n`` elements."""
-    shape = strategy.inputs[operand].local_shape(meta.shape, mesh)
+    shape = meta.local_shape(strategy.inputs[operand], mesh)
     return tuple(n if i in dims else m for i, m in enumerate(shape))
 
 
@@ -97,7 +97,7 @@ def _reduction(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Comb
     spec = strategy.outputs[0]
     if not axes or call is None or spec is None:
         return None
-    meta = TensorMeta(tuple(spec.local_shape(result(node).shape, mesh)), result(node).dtype)
+    meta = TensorMeta(result(node).local_shape(spec, mesh), result(node).dtype)
     return Combine((node.op, with_operands(node.args), node.kwargs), (meta,), axes, (*call, ()))
 
 

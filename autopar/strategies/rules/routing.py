@@ -56,13 +56,9 @@ rule(autopar.send, _send, moves=_moves, linear=FIRST, even=True)
 rule(autopar.collect, _collect, moves=_moves, linear=FIRST, even=True)
 
 
-def _call(
-    node: Node, strategy: Strategy, ids: TensorMeta, tokens: ShardingSpec, keys: ShardingSpec
-) -> LocalCall | None:
-    """Return the call of ``spmd`` for these cuts of tokens and of routed rows; None if nothing is cut."""
+def _call(node: Node, ids: TensorMeta, tokens: ShardingSpec, keys: ShardingSpec) -> LocalCall:
+    """Return the call of ``spmd`` for these cuts of tokens and of routed rows."""
     cuts, owners = tokens.dims[:-1], keys.dims[-1]
-    if not owners and not any(cuts):
-        return None
     name, args, kwargs = replace_kwargs(node, tokens=ids.shape[:-1], cuts=cuts, owners=owners)
     return name.replace(".default", ".across_ranks"), args, kwargs
 
@@ -72,22 +68,16 @@ def _lower_route(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Lo
     keys, spec = node.outputs[0], strategy.outputs[0]
     assert keys is not None
     assert spec is not None
-    found = _call(node, strategy, metas[0], strategy.inputs[0], spec)
-    if found is None:
-        return node.op, node.args, node.kwargs
-    name, args, kwargs = found
+    name, args, kwargs = _call(node, metas[0], strategy.inputs[0], spec)
     given = {k: v for k, v in kwargs if k != "columns"}
-    given |= {"rows": local_shape(keys.shape, spec, mesh), "layer": node.module}
+    given |= {"rows": local_shape(keys.shape_in(spec), spec, mesh), "layer": node.module}
     return name, args, tuple(given.items())
 
 
 @lowering(autopar.send)
 @lowering(autopar.collect)
 def _lower_moved(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> LocalCall:
-    found = _call(node, strategy, metas[1], strategy.inputs[1], strategy.inputs[2])
-    if found is None:
-        return node.op, node.args, node.kwargs
-    name, args, kwargs = found
+    name, args, kwargs = _call(node, metas[1], strategy.inputs[1], strategy.inputs[2])
     return name, args, (*kwargs, ("experts", metas[2].shape[-1]))
 
 
