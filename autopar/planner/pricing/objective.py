@@ -98,7 +98,7 @@ class _TermSeconds:
     """Seconds by option, or by pair of options, each assigned to one cost term."""
 
     count: int
-    _tables: list[Array] = field(default_factory=list)
+    _tables: dict[int, tuple[int, Array]] = field(default_factory=dict)
     _size: int = 0
     _locations: list[IndexArray] = field(default_factory=list)
 
@@ -107,14 +107,14 @@ class _TermSeconds:
         term."""
         width = 1 if columns is None else seconds.shape[1]
         others = np.full(len(rows), -1) if columns is None else columns
-        same = (np.full(len(rows), number) for number in (term, self._size, width))
+        start, _ = self._tables.setdefault(id(seconds), (self._size, seconds))
+        self._size += seconds.size if start == self._size else 0
+        same = (np.full(len(rows), number) for number in (term, start, width))
         self._locations.append(np.stack([*same, rows, others]))
-        self._tables.append(seconds)
-        self._size += seconds.size
 
     @cached_property
     def _flat(self) -> tuple[Array, IndexArray]:
-        flat = np.concatenate([t.ravel() for t in self._tables]) if self._tables else np.zeros(0)
+        flat = np.concatenate([np.zeros(0), *(t.ravel() for _, t in self._tables.values())])
         return flat, np.concatenate([np.zeros((5, 0), dtype=np.int64), *self._locations], axis=1)
 
     def seconds(self, choice: Sequence[int]) -> Array:

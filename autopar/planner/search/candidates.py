@@ -167,11 +167,18 @@ class BaselineCandidate:
     @cached_property
     def estimated_peak_bytes(self) -> float:
         """`peak_bytes` as programs of few layers tell it, where they can: every layer holds as much."""
-        few, more = self._few, self._of_layers(2 * MIN_LAYERS)
-        if few is None or more is None or "peak_bytes" in vars(self):
+        more = self._of_layers(2 * MIN_LAYERS) if "peak_bytes" not in vars(self) and self._is_deep else None
+        few = None if more is None else self._few
+        if few is None or more is None:
             return self.peak_bytes
         peaks = [self._peak_of_layers(program, n) for program, n in ((few, MIN_LAYERS), (more, 2 * MIN_LAYERS))]
         return peaks[0] + (peaks[1] - peaks[0]) / MIN_LAYERS * (self.stated.depth - MIN_LAYERS)
+
+    @property
+    def _is_deep(self) -> bool:
+        """Whether two programs of few layers are less than the whole."""
+        fewer = self.stated.with_fewer_layers(2 * MIN_LAYERS)
+        return fewer is not None and len(fewer.decisions.variables) <= SHALLOW * len(self.stated.decisions.variables)
 
     def fits(self, budget: float) -> bool:
         """Whether ``peak_bytes`` are within ``budget`` bytes; of deep models it is measured only where that is near."""

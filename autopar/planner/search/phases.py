@@ -7,7 +7,7 @@ less than the search. One phase more never makes the best plan worse: states onl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -166,15 +166,18 @@ class KnownShardings:
                 state = self._kept(search, state, still, until)
         return state
 
-    def _lean_first(self, search: Search, state: SearchState) -> Sequence[Choice]:
-        """The known shardings: the cheapest of those that hold little first, then by what they hold. What holds
-        much has much to recompute and offload, which takes long to plan and costs more."""
+    def _lean_first(self, search: Search, state: SearchState) -> Iterator[Choice]:
+        """The known shardings: of the free optimum where that holds hardly more than the budget, then the cheapest of
+        those that hold little, then by what they hold. What holds much has much to recompute and offload, which takes
+        long to plan and costs more."""
         assert state.free is not None
-        known = [(float(state.free.memory.peak_bytes), state.free.cost, state.free.solution.choice)]
+        free = state.free.memory.peak_bytes, state.free.cost, state.free.solution.choice
+        if self.only_free or state.nearly_fits(search):
+            yield free[2]
         if not self.only_free:
-            known += [(b.estimated_peak_bytes, b.objective, b.choice) for b in search.baselines]
-        lean = settings.LEAN * min(peak for peak, _, _ in known)
-        return [choice for _, _, choice in sorted(known, key=lambda k: (max(k[0], lean), k[1]))]
+            known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.baselines)]
+            lean = settings.LEAN * min(peak for peak, _, _ in known)
+            yield from (choice for _, _, choice in sorted(known, key=lambda k: (max(k[0], lean), k[1])))
 
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
         """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""

@@ -182,6 +182,10 @@ class SearchState:
             state = replace(state, plans=tuple(sorted((*self.plans, found), key=_rank)))
         return state
 
+    def nearly_fits(self, search: Search) -> bool:
+        """Whether the optimum without a budget holds hardly more than the budget."""
+        return self.free is not None and self.free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget
+
     def wanted_gap(self, search: Search) -> float:
         """The relative gap at which it pays to end: that which was asked, or that at which a run of
         ``options.training_steps`` steps would gain less than the search has cost."""
