@@ -7,7 +7,7 @@ less than the search. One phase more never makes the best plan worse: states onl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -287,9 +287,10 @@ class Joint:
             if not boundaries and max(active.margins.values()) > settings.MARGIN * search.budget:
                 # More than a layer is recomputed at once, which no constraint sees.
                 boundaries = layer_boundaries(objective.decisions, objective.runs)
-                active = _same_points(active)
-                search.report("layers recomputed one by one")
-                continue
+                if _recomputes(found, boundaries):
+                    active = _same_points(active)
+                    search.report("layers recomputed one by one")
+                    continue
             if found.cost < state.cost:
                 state = state.with_plan(search, self._repaired(search, state, active, found, until))
             # Constraints only become tighter, so no later round finds what costs less than this one's bound.
@@ -318,6 +319,12 @@ class Joint:
             method=f"{found.solution.method}; repaired",
             folding=fold_or_give_up,
         )
+
+
+def _recomputes(found: Result, values: Collection[int]) -> bool:
+    """Whether a plan recomputes any of these hold variables' values."""
+    variables, choice = found.objective.decisions.variables, found.solution.choice
+    return any(variables[i].actions[choice[i]] == "recompute" for i in values)
 
 
 def _same_points(active: ActiveSet) -> ActiveSet:
