@@ -1,12 +1,12 @@
 """One model as several graphs, and the best plan of all.
 
 Experts are planned with routed rows where ranks may send each other tokens: that has the strategies of the other form,
-in which each token has its rows, and those that cut experts. The other is planned where that finds nothing.
+in which each token has its rows, and those that cut experts. The other is planned where a constraint or a baseline
+needs it.
 
-Losses are planned over whole logits and in chunks.
-Over whole logits costs less, in chunks holds less: so only where the first's free optimum is over the budget is the
-second planned too, in half of the time that is left. It is the root of a branch and bound: a binary choice whose two
-problems are solved apart. The bound of the pair is the smaller one.
+Losses are planned over whole logits and in chunks. Over whole logits costs less, in chunks holds less: so only where
+the first's free optimum is over the budget is the second planned too, in half of the time that is left. It is the root
+of a branch and bound: a binary choice whose two problems are solved apart. The bound of the pair is the smaller one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError, ConstraintError, InfeasibleError, PlanError
+from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.transients_of_losses import CHUNKS
@@ -47,17 +47,13 @@ def plan_forms(
     """
     room = options.room
     routed = with_routed_experts(graph, room) if room is not None and _may_route(mesh, options) else graph
-    forms = [graph] if routed is graph else [routed, graph]
-    if str(options.search).startswith("baseline:"):  # most know nothing of experts
-        forms.reverse()
-    refused: list[AutoparError] = []
-    for form in forms:
-        try:
-            return _plan_losses(form, mesh, cluster, options, progress)
-        except (ConstraintError, PlanError, InfeasibleError) as error:  # one may name what is in one form alone
-            refused.append(error)
-    infeasible = [error for error in refused if isinstance(error, InfeasibleError)]
-    raise min(infeasible, key=_least_bytes) if infeasible else refused[-1]
+    first, other = (graph, routed) if str(options.search).startswith("baseline:") else (routed, graph)
+    try:
+        return _plan_losses(first, mesh, cluster, options, progress)
+    except (ConstraintError, PlanError):  # they may name what is in the other form alone, as "EP x FSDP" does
+        if other is first:
+            raise
+        return _plan_losses(other, mesh, cluster, options, progress)
 
 
 def _may_route(mesh: Mesh, options: Options) -> bool:
