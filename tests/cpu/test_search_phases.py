@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from autopar.planner import Options
 from autopar.planner.search import search as searching
 from autopar.planner.search.phases import Baselines, Free, Joint, KnownShardings, Phase, Reruns, Rules, SmallestPeak
 from autopar.planner.search.search import JOINT
+from autopar.planner.search.state import SearchState
 from autopar.tracer import ColoTracer
 from tests.baseline_laws import captured
 from tests.cpu.model_checks import cluster_where_sharding_pays
@@ -156,3 +159,17 @@ def test_a_choice_over_the_budget_is_repaired_with_its_own_shardings() -> None:
         planned("mlp", (4,), share, (Free(), Reruns(), Joint())).solution.method for share in (0.75, 0.8, 0.85, 0.9)
     }
     assert any(method.endswith("repaired") for method in found)
+
+
+@pytest.mark.parametrize(
+    ("peak", "first"),
+    [(1.05, "free"), (3.0, "lean")],  # hardly more than the budget, and much more
+)
+def test_what_nearly_fits_is_tried_before_what_holds_little(peak: float, first: str) -> None:
+    memory, solution = SimpleNamespace(peak_bytes=peak), SimpleNamespace(choice=("free",))
+    state = SearchState(free=cast("Any", SimpleNamespace(memory=memory, cost=1.0, solution=solution)))
+    lean = SimpleNamespace(estimated_peak_bytes=0.5, objective=2.0, choice=("lean",))
+    search = cast("Any", SimpleNamespace(budget=1.0, baselines=[lean]))
+    order = [choice[0] for choice in KnownShardings().lean_first(search, state)]
+    assert order[0] == first
+    assert set(order) == {"free", "lean"}

@@ -154,7 +154,7 @@ class KnownShardings:
         assert state.joint is not None
         enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
         tried: set[tuple[object, ...]] = set()
-        for choice in self._lean_first(search, state):
+        for choice in self.lean_first(search, state):
             if now() > (until if state.best is None else enough) or state.is_done(search):
                 break
             seconds = search.objective.seconds(choice)
@@ -166,7 +166,7 @@ class KnownShardings:
                 state = self._kept(search, state, still, until)
         return state
 
-    def _lean_first(self, search: Search, state: SearchState) -> Iterator[Choice]:
+    def lean_first(self, search: Search, state: SearchState) -> Iterator[Choice]:
         """The known shardings: of the free optimum where that holds hardly more than the budget, then the cheapest of
         those that hold little, then by what they hold. What holds much has much to recompute and offload, which takes
         long to plan and costs more."""
@@ -294,7 +294,7 @@ class Joint:
             if found.cost < state.cost:
                 state = state.with_plan(search, self._repaired(search, state, active, found, until))
             # Constraints only become tighter, so no later round finds what costs less than this one's bound.
-            if not tighter or state.cost - least_s <= gap * state.cost:
+            if not tighter or (state.cost < math.inf and state.cost - least_s <= gap * state.cost):
                 break
             seeds = (found.solution.choice, *_choices(state.best, objective), *state.near)
             if not self.per_option and now() - began > FEW_ROUNDS_SHARE * (until - now()):
