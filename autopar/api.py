@@ -185,7 +185,7 @@ def autoparallelize(
             )
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         if given is not None:
-            kept = ("batch", "outputs", "mixed_precision", "accumulation_steps")
+            kept = ("batch", "outputs", "mixed_precision", "accumulation_steps", "expert_room")
             wanted = dataclasses.replace(wanted, **{k: given.options[k] for k in kept if k in given.options})
         return as_cluster(cluster), given, edited, wanted
 

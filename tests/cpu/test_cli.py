@@ -236,6 +236,16 @@ def test_meshes_and_constraints_are_read_as_they_are_written():
             mesh_of(text)
 
 
+@pytest.mark.parametrize(
+    ("said", "options"), [([], "auto"), (["--expert-room", "2"], 2.0), (["--expert-room", "none"], None)]
+)
+def test_the_room_for_rows_of_experts_is_a_number_or_none(said, options, tmp_path):
+    path = tmp_path / "plan.json"
+    command = ["plan", "tests.cpu.test_cli:small", "--mesh", "2", "--cluster", "cpu-2", "--output", str(path)]
+    assert main([*command, *said]) == 0
+    assert Plan.from_json(path.read_text()).options.get("expert_room", "auto") == options
+
+
 def test_the_solver_is_chosen_by_one_argument(capsys):
     arguments = ["plan", f"{__name__}:small", "--mesh", "2", "--cluster", "cpu-2", "--solver"]
     assert main([*arguments, "cbc"]) == 0

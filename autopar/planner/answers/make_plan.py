@@ -150,6 +150,7 @@ def _options(options: Options) -> dict[str, Any]:
         "gap": options.gap,
         "mixed_precision": options.mixed_precision,
         "async_tensor_parallel": options.async_tensor_parallel,
+        "expert_room": options.expert_room,
         "accumulation_steps": options.accumulation_steps,
     }
 
