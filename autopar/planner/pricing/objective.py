@@ -358,7 +358,7 @@ class Objective:
         gap: float,
         known: Sequence[Sequence[int]] = (),
         most: int = MAX_SOLVES,
-        enough: Callable[[Solution], bool] = lambda _: False,
+        out_of_time: Callable[[], bool] = lambda: False,
         bound: float = -math.inf,
         used: Callable[[Sequence[int]], float] = lambda _: 0.0,
     ) -> Solution:
@@ -370,7 +370,7 @@ class Objective:
             gap: the relative gap at which no more weights are tried.
             known: choices that determine the first weights, and that may be mixed with those that are found.
             most: the number of weightings to try; if one, it is the weights to start from.
-            enough: whether there is no time for another weighting, after this solution.
+            out_of_time: whether there is no time for another weighting.
             bound: a known bound on F.
             used: the most that a choice uses of what is limited, where that is more than its ``usages`` say.
         """
@@ -396,7 +396,7 @@ class Objective:
             best = _better(best, replace(at, objective=self._seconds(seconds_by_term)))
             if best.objective - bound > gap * best.objective:
                 best = _better(best, self._mixture(choices, asked, used))
-            if best.objective - bound <= gap * best.objective or turn == most - 1 or enough(best):
+            if best.objective - bound <= gap * best.objective or turn == most - 1 or out_of_time():
                 break
             ceiling, highest = self._best_weights(known_seconds)
             last, weights = weights, self._towards(highest, step)

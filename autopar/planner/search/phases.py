@@ -61,20 +61,16 @@ class Free:
         enough = until if search.budget == math.inf else began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
-        free, state = solve_round(
-            search,
-            state,
-            search.objective,
-            None,
-            math.inf,
-            enough,
-            seeds=seeds,
-            gap=gap,
-            fitting_until=until,
-        )
+        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=gap)
+        bound = free.solution.lower_bound
+        if free.memory.peak_bytes <= search.budget and not free.solution.proven and enough < until:
+            # It fits, so nothing else has to be looked for.
+            state, seeds = state.with_plan(search, free), (free.solution.choice, *seeds)
+            free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
+            bound = max(bound, free.solution.lower_bound)
         if search.budget < free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget:
             free = _arranged(search, free)
-        state = replace(state, free=free, free_s=now() - began, bound=free.solution.lower_bound)
+        state = replace(state, free=free, free_s=now() - began, bound=bound)
         state = replace(state, hideable_s=forward_seconds(free.program))
         return state.with_plan(search, free)
 

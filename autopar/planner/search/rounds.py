@@ -77,7 +77,6 @@ def solve_round(
     gap: float = 0.0,
     reweigh: float | None = None,
     boundaries: Collection[int] = (),
-    fitting_until: float | None = None,
 ) -> tuple[Result, SearchState]:
     """The best choice under ``limit`` bytes, scheduled and measured, and the state with what the solve leaves.
 
@@ -87,7 +86,6 @@ def solve_round(
         reweigh: the gap down to which weights of the paths are tried; None for those that the objective has, where
             there are constraints.
         boundaries: hold variables of values that are not to be recomputed.
-        fitting_until: when it ends where the choice fits the budget, though nothing asks that it does.
 
     Raises:
         InfeasibleError, SolverError: the constraints allow nothing, or nothing was found in time.
@@ -97,17 +95,7 @@ def solve_round(
     built = time.perf_counter()
     search.report("solve")
     solution, state = _solve(
-        search,
-        state,
-        objective,
-        problem,
-        active,
-        until,
-        seeds,
-        max(gap, search.options.gap),
-        reweigh,
-        boundaries,
-        fitting_until or until,
+        search, state, objective, problem, active, until, seeds, max(gap, search.options.gap), reweigh, boundaries
     )
     solved = time.perf_counter()
     graph, mesh = search.graph, objective.decisions.mesh
@@ -133,7 +121,6 @@ def _solve(
     gap: float,
     reweigh: float | None,
     boundaries: Collection[int],
-    fitting_until: float,
 ) -> tuple[Solution, SearchState]:
     prices_of_memory, basis = state.usage_prices, state.basis
     extended = asked
@@ -148,7 +135,7 @@ def _solve(
         if active:
             problem, begin = active.extend(problem), tuple(map(active.extend_choice, begin))
             extended = problem
-        left_s = ((until if now() < until else fitting_until) - now()) * (1.0 if most == 1 else SOLVE_SHARE)
+        left_s = (until - now()) * (1.0 if most == 1 else SOLVE_SHARE)
         found = solve(
             problem,
             time_limit=max(left_s, LEAST_S),
@@ -173,20 +160,12 @@ def _solve(
         )
         return memory.peak_bytes > search.budget
 
-    def enough(found: Solution) -> bool:
-        if now() <= until:
-            return False
-        if now() > fitting_until:
-            return True
-        _, memory = scheduled(objective.decisions, found.choice, search.prices, search.options, search.budget)
-        return memory.peak_bytes > search.budget
-
     def used(choice: Sequence[int]) -> float:
         """What redistributed operands are counted in, if any."""
         return peak_usage(extended, active.extend_choice(choice)) if active else 0.0
 
     bound = state.bound if asked.limit <= search.budget else -math.inf
-    found = objective.minimize(asked, solve_from, wanted, seeds, most, enough, bound, used)
+    found = objective.minimize(asked, solve_from, wanted, seeds, most, lambda: now() > until, bound, used)
     return found, replace(state, usage_prices=prices_of_memory, basis=basis)
 
 

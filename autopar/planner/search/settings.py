@@ -17,7 +17,7 @@ SMALLEST_PEAK_SHARE, SMALLEST_PEAK_LEAST_S = 0.25, 0.5
 these seconds. An error names the budget that it finds, and a search with that budget has as much work for it."""
 
 FREE_SHARE = 0.4
-"""Share of the work for the optimum without a budget, as long as it does not fit: of 12 layers of Gemma 2, whose
+"""Share of the work for the optimum without a budget, which gets the rest once it fits: of 12 layers of Gemma 2, whose
 attention is written out, it took all work to lower a gap of 1.8 %, and no plan was found."""
 
 JOINT_ROUNDS, PER_OPTION_ROUNDS = 12, 40
