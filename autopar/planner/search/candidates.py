@@ -177,8 +177,9 @@ class BaselineCandidate:
     @property
     def _is_deep(self) -> bool:
         """Whether two programs of few layers are less than the whole."""
-        fewer = self.stated.with_fewer_layers(2 * MIN_LAYERS)
-        return fewer is not None and len(fewer.decisions.variables) <= SHALLOW * len(self.stated.decisions.variables)
+        made = [self.stated.with_fewer_layers(layers) for layers in (MIN_LAYERS, 2 * MIN_LAYERS)]
+        sizes = [math.inf if fewer is None else len(fewer.decisions.variables) for fewer in made]
+        return sum(sizes) < len(self.stated.decisions.variables)
 
     def fits(self, budget: float) -> bool:
         """Whether ``peak_bytes`` are within ``budget`` bytes; of deep models it is measured only where that is near."""
