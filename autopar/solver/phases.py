@@ -361,8 +361,9 @@ class Prove:
         if state.done or incumbent.seconds_left() < 0 or (is_slow(graph) and incumbent.refused()):
             state.done = True
             return
-        largest = PROGRAMS.most_limited_flows if len(graph.limits) else PROGRAMS.most_flows
-        most = min(largest, PROGRAMS.flows_a_second * max(incumbent.seconds_left(), 0.0))
+        most = PROGRAMS.flows_a_second * max(incumbent.seconds_left(), 0.0)
+        if len(graph.limits):
+            most = min(most, PROGRAMS.most_limited_flows)
         if not is_small(graph, int(most)):
             return
         state.done = True

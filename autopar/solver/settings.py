@@ -96,16 +96,14 @@ class PartSettings:
 class ProgramSettings:
     """Of integer programs, and of reductions before them."""
 
-    most_flows: int = 400_000
-    """Flows of an integer program without a limit."""
-
     most_limited_flows: int = 30_000
     """With a limit the cuts at the root take longer: programs of 74, 77 and 102 thousand flows had none done that told
     anything after 24, 7 and 33 s; those of 6 to 10 thousand took 1 to 11 s."""
 
-    flows_a_second: int = 15_000
-    """Flows for each second that is left. The first relaxation cannot be cut short: that of 118 thousand, of Gemma 2 2B
-    with 3.5 s left, took 26 s."""
+    flows_a_second: int = 3_000
+    """Flows for each second that is left: HiGHS tells little of how long the cuts at the root take. Those of 24 and 36
+    thousand flows took 7 and 14 s (a way to shard BLOOM 7B, whose attention is written out), those of 6 to 10 thousand
+    under a limit 1 to 11 s."""
 
     work: float = 1.5e8
     """Element operations that looking for dominated options may take: some tenths of a second."""

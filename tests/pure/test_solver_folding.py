@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -332,3 +333,27 @@ class TestSolve:
     def test_is_deterministic(self) -> None:
         problem = chain(np.random.default_rng(9), 40, width=3, hub=True)
         assert solve(problem).choice == solve(problem).choice
+
+
+def test_blocks_are_found_where_forward_and_backward_look_alike() -> None:
+    """The backward visits the layers in reverse, so its nodes are numbered the other way round."""
+    layers, cost, step, saved = 8, np.arange(3.0), np.eye(3), np.ones((3, 3))
+    forward, backward = list(range(layers)), list(range(2 * layers - 1, layers - 1, -1))
+    edges = [Edge(u, v, step) for u, v in pairwise([*forward, *reversed(backward)])]
+    edges += [Edge(u, v, saved) for f, b in zip(forward, backward, strict=True) for u, v in ((f, b), (b, f))]
+    (run,) = find_runs(Problem([cost] * 2 * layers, edges))
+    assert run.copies.shape[1] == 2 and len(run.copies) >= layers - 3
+    assert {tuple(sorted(row)) for row in run.copies.tolist()} <= set(zip(forward, backward, strict=True))
+
+
+def test_blocks_of_every_tower_are_found() -> None:
+    random = np.random.default_rng(0)
+    towers = [chain(random, copies, width=width) for copies, width in ((12, 2), (9, 3), (7, 1))]
+    costs: list[np.ndarray] = []
+    edges: list[Edge] = []
+    for tower in towers:
+        edges += [Edge(e.u + len(costs), e.v + len(costs), e.cost) for e in tower.edges]
+        costs += tower.costs
+        edges += [Edge(len(costs) - 1, 0, np.eye(3))] if len(costs) > len(tower.costs) else []
+    found = {run.copies.shape[1]: len(run.copies) for run in find_runs(Problem(costs, edges))}
+    assert found == {2: 10, 3: 7, 1: 5}, "all but the first and the last block of each"

@@ -16,6 +16,7 @@ from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import NEAR_GAP, Incumbent
 from autopar.solver.reduce.reductions import reduce
+from autopar.solver.settings import ProgramSettings
 from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 
@@ -68,7 +69,7 @@ def test_a_slow_proof_is_not_begun_for_a_choice_that_is_refused(
     problem, asked = knapsack(), []
     best = solve(problem, gap=1e-9)
     assert best.proven
-    monkeypatch.setattr(ilp, "LIMITED_FLOWS_A_SECOND", 0 if slow else 1e9)
+    monkeypatch.setattr(ilp, "PROGRAMS", ProgramSettings(flows_a_second=0 if slow else 10**9))
 
     def is_refused(choice: Sequence[int]) -> bool:
         asked.append(choice)

@@ -3,14 +3,17 @@
 A *shift* maps nodes to their likes one block further on; it is grown from seed pairs along edges that share a matrix.
 Its orbits are the columns of a table whose rows are the blocks. Where a row begins is free: minimum cuts place the
 rows so that few edges leave them. Rows whose edges, costs and usages are all equal form a run.
+
+Several shifts are tried: two equal norms of one layer lead to one by half a layer, which moves as many nodes as the
+right one and has no equal rows. What is outside the runs of the best, such as another tower, is looked at again.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
@@ -24,9 +27,12 @@ MIN_COPIES = 4
 MOST_ROWS = 8
 """Of a block: of six layers of Gemma 3 five attend to a window and one to everything."""
 
-SEED_CLASSES = 8
-COVERAGE = 0.9
-"""A shift that moves this share of the nodes is taken without trying other seeds."""
+MOST_SHIFTS = 5
+COVERAGE = 0.75
+"""A shift whose runs hold this share of the nodes is taken without trying others."""
+
+LEAST_SHARE = 0.05
+"""Of all nodes, in runs that are worth another look at what is left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,25 +54,28 @@ class Run:
 
 @dataclass
 class _Network:
-    """Labels of nodes by equal costs and usages, and for each node its edges as (matrix, side, neighbour) in order,
-    its neighbours in that order, and its look: a number for its label and the kinds of its edges."""
+    """Labels of nodes by equal costs and usages, and for each node its edges as (matrix, side, neighbour) in order, and
+    its look: a number for its label and the kinds of its edges."""
 
     labels: list[int]
     around: list[list[tuple[int, int, int]]]
-    others: list[list[int]]
     looks: list[int]
     sizes: list[int]
     shift: dict[int, int] = field(default_factory=dict)
 
 
 def find_runs(problem: Problem) -> tuple[Run, ...]:
-    """Every run of at least ``MIN_COPIES`` equal blocks; empty where nothing repeats."""
+    """Runs of at least ``MIN_COPIES`` equal blocks; empty where nothing repeats."""
     tick("node of runs", len(problem.costs))
     network = _network(problem)
-    orbits = _orbits(_best_shift(network))
     runs: list[Run] = []
-    for component in _components(network, orbits):
-        runs += _runs(network, component)
+    left = set(range(len(problem.costs)))
+    while len(left) >= LEAST_SHARE * len(problem.costs):
+        found = _longest_runs(network, left)
+        runs += found
+        left -= {node for run in found for node in run.copies.ravel().tolist()}
+        if _repeated(found) < LEAST_SHARE * len(problem.costs):
+            break
     return tuple(runs)
 
 
@@ -102,59 +111,88 @@ def _network(problem: Problem) -> _Network:
         known.setdefault((label, tuple([(matrix, side) for matrix, side, _ in entries])), len(known))
         for label, entries in zip(labels, around, strict=True)
     ]
-    others = [[other for _, _, other in entries] for entries in around]
-    return _Network(labels, around, others, looks, [len(cost) for cost in problem.costs])
+    return _Network(labels, around, looks, [len(cost) for cost in problem.costs])
 
 
-def _best_shift(network: _Network) -> dict[int, int]:
-    """The shift that moves most nodes, over the likeliest seeds."""
-    best: dict[int, int] = {}
-    for members in _seed_classes(network):
-        shift = _grow(network, zip(members, members[1:], strict=False))
-        if len(shift) > len(best):
-            best = shift
-        if len(best) > COVERAGE * len(network.labels) * (1 - 1 / len(members)):
+def _longest_runs(network: _Network, left: Collection[int]) -> list[Run]:
+    """The runs among the nodes that are ``left``, of the shift whose runs hold most of them."""
+    best: list[Run] = []
+    tried: list[dict[int, int]] = []
+    for members in _classes(network, left):
+        if any(shift.get(members[0]) == members[1] for shift in tried):
+            continue
+        tried.append(_grow(network, zip(members, members[1:], strict=False), left))
+        components = _components(network, _orbits(tried[-1]))
+        best = max(best, [run for c in components for run in _runs(network, c)], key=_repeated)
+        if len(tried) == MOST_SHIFTS or _size(best) >= COVERAGE * len(left):
             break
     return best
 
 
-def _seed_classes(network: _Network) -> list[list[int]]:
-    """Classes of nodes that look alike, of the size that most classes have, in the order of the nodes."""
+def _size(runs: Sequence[Run]) -> int:
+    """Nodes of all blocks."""
+    return sum(int(run.copies.size) for run in runs)
+
+
+def _repeated(runs: Sequence[Run]) -> int:
+    """Nodes of all blocks but the first of each run: blocks of two layers are no better than those of one."""
+    return _size(runs) - sum(int(run.copies.shape[1]) for run in runs)
+
+
+def _classes(network: _Network, left: Collection[int]) -> list[list[int]]:
+    """Classes of nodes that look alike: one of each size, the commonest sizes first, then another of each."""
     classes: dict[int, list[int]] = {}
-    for node, look in enumerate(network.looks):
-        classes.setdefault(look, []).append(node)
-    large = [members for members in classes.values() if len(members) >= MIN_COPIES]
-    sizes = Counter(len(members) for members in large)
-    return sorted(large, key=lambda members: (-sizes[len(members)], members))[:SEED_CLASSES]
+    for node in sorted(left):
+        classes.setdefault(network.looks[node], []).append(node)
+    by_size: dict[int, list[list[int]]] = {}
+    for members in classes.values():
+        if len(members) >= MIN_COPIES:
+            by_size.setdefault(len(members), []).append(members)
+    groups = sorted(by_size.values(), key=lambda group: (-len(group), group))
+    return [members for turn in zip_longest(*groups) for members in turn if members is not None]
 
 
-def _grow(network: _Network, seeds: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Extend seed pairs to all pairs that equal edges lead to; the first to claim a node keeps it."""
+def _grow(network: _Network, seeds: Iterable[tuple[int, int]], left: Collection[int]) -> dict[int, int]:
+    """Extend seed pairs to all pairs that equal edges lead to; the first to claim a node keeps it.
+
+    A seed comes when nothing else is certain: where nodes of the forward and of the backward look alike, some seeds
+    lead from one to the other. What all blocks read has many edges of one kind, which tell least.
+    """
     shift: dict[int, int] = {}
     taken: set[int] = set()
-    waiting = deque(seeds)
-    labels, around, looks, others = network.labels, network.around, network.looks, network.others
-    while waiting:
-        node, image = waiting.popleft()
+    labels, around, looks = network.labels, network.around, network.looks
+    certain: deque[tuple[int, int]] = deque()
+    waiting, uncertain = deque(seeds), deque[tuple[int, int]]()
+    while certain or waiting or uncertain:
+        node, image = (certain or waiting or uncertain).popleft()
         if node in shift or image in taken or labels[node] != labels[image]:
+            continue
+        if node not in left or image not in left:
             continue
         shift[node] = image
         taken.add(image)
-        if looks[node] == looks[image]:
-            pairs: Iterable[tuple[int, int]] = zip(others[node], others[image], strict=True)
-        else:
-            pairs = _common_pairs(around[node], around[image])
-        waiting.extend([(p, q) for p, q in pairs if p != q and p not in shift and q not in taken])
+        for p, q, only in _pairs(around[node], around[image], looks[node] == looks[image]):
+            if p != q and p not in shift and q not in taken:
+                (certain if only else uncertain).append((p, q))
     return shift
 
 
-def _common_pairs(here: Sequence[tuple[int, int, int]], there: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Neighbours over edges of one kind, where both nodes have as many of the kind."""
+def _pairs(
+    here: Sequence[tuple[int, int, int]], there: Sequence[tuple[int, int, int]], alike: bool
+) -> Iterator[tuple[int, int, bool]]:
+    """Neighbours over edges of one kind, where both nodes have as many of the kind, and whether they have one."""
+    if alike:
+        for i, (matrix, side, other) in enumerate(here):
+            same = [here[j][:2] == (matrix, side) for j in (i - 1, i + 1) if 0 <= j < len(here)]
+            yield other, there[i][2], not any(same)
+        return
     groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for side, entries in enumerate((here, there)):
-        for matrix, end, other in entries:
-            groups.setdefault((matrix, end), ([], []))[side].append(other)
-    return [pair for a, b in groups.values() if len(a) == len(b) for pair in zip(a, b, strict=True)]
+    for which, entries in enumerate((here, there)):
+        for matrix, side, other in entries:
+            groups.setdefault((matrix, side), ([], []))[which].append(other)
+    for a, b in groups.values():
+        if len(a) == len(b):
+            yield from ((p, q, len(a) == 1) for p, q in zip(a, b, strict=True))
 
 
 def _orbits(shift: dict[int, int]) -> list[list[int]]:

@@ -21,12 +21,9 @@ from autopar.solver.integer.network import Network, network_of
 from autopar.solver.problem import Array, IndexArray, Problem
 from autopar.solver.reduce.alike import alike
 from autopar.solver.reduce.graph import Graph
+from autopar.solver.settings import PROGRAMS
 
 MAX_USAGE_ENTRIES = 4_000_000
-
-LIMITED_FLOWS_A_SECOND = 3_000
-"""Flows of an integer program with a limit for a second, where its relaxation is known: the cuts at the root of those
-of 6 to 10 thousand took 1 to 11 s."""
 
 OBJECTIVE_SCALE = 1e4
 USAGE_SCALE = 1e4
@@ -156,12 +153,12 @@ def is_small(graph: Graph, flows: int) -> bool:
 
 def is_slow(graph: Graph) -> bool:
     """Whether the integer program of a graph with a limit takes longer than a second or so."""
-    return bool(len(graph.limits)) and not is_small(graph, LIMITED_FLOWS_A_SECOND)
+    return bool(len(graph.limits)) and not is_small(graph, PROGRAMS.flows_a_second)
 
 
 def begins_slow(problem: Problem) -> bool:
     """Whether the integer program of ``problem`` would, were nothing reduced."""
-    return bool(problem.usages) and sum(edge.cost.size for edge in problem.edges) > LIMITED_FLOWS_A_SECOND
+    return bool(problem.usages) and sum(edge.cost.size for edge in problem.edges) > PROGRAMS.flows_a_second
 
 
 def magnitude_of(graph: Graph, objective: float) -> float:
