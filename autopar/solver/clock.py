@@ -49,7 +49,8 @@ PRICES_S: Mapping[str, float] = {
     "swept node": 30e-6,
     "conditional cost": 4e-6,
     "element of a message": 1.2e-9,
-    "element of a product": 18e-9,
+    "row of a product": 3e-6,
+    "element of a product": 2.2e-9,
     "element of dominance": 5.5e-9,
     "element of a table": 5.5e-9,
     "flat element": 8e-9,
@@ -61,7 +62,7 @@ PRICES_S: Mapping[str, float] = {
     "loaded element": 5e-9,
     "piece": 10e-6,
     "column": 1e-6,
-    "simplex step": 50e-6,
+    "simplex step": 26e-6,
     "iteration of a tree": 400e-6,
 }
 """About the seconds of the processor that each takes, fitted to plans of deep and of small models, and a fifth more: so

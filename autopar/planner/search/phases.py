@@ -61,9 +61,11 @@ class Free:
         enough = until if search.budget == math.inf else began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
-        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=gap)
+        first = max(gap, settings.FREE_GAP) if search.budget < math.inf else gap
+        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=first)
         bound = free.solution.lower_bound
-        if free.memory.peak_bytes <= search.budget and not free.solution.proven and enough < until:
+        wide = free.cost - bound > max(gap, search.options.gap) * free.cost
+        if free.memory.peak_bytes <= search.budget and wide and now() < until:
             # It fits, so nothing else has to be looked for.
             state, seeds = state.with_plan(search, free), (free.solution.choice, *seeds)
             free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
@@ -240,7 +242,7 @@ class Joint:
         weigh = self.per_option
         for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
             began = now()
-            if began >= until or state.is_done(search):
+            if until - began <= settings.LEAST_ROUND * state.round_s or state.is_done(search):
                 break
             gap = state.wanted_gap(search)
             one = began + settings.ROUND_SHARE * (until - began)
@@ -260,6 +262,7 @@ class Joint:
                 )
             except (InfeasibleError, SolverError):
                 break
+            state = replace(state, round_s=now() - began)
             least_s = found.solution.lower_bound
             if not any(active.margins.values()) and not active.option_margins and not boundaries:
                 state = replace(state, bound=max(state.bound, least_s))

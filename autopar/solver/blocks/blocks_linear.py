@@ -47,7 +47,7 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: f
     deadline = incumbent.seconds() + seconds
     together, first = _together(parts)
     graph = Graph(together, _kept(parts, first), averaged=range(min(first), len(together.costs)))
-    reduce(graph, WorkBudget(WORK))
+    reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > deadline))
     if expected < math.inf and RATE * flow_count(graph, MAX_FLOWS) ** 2 > expected:
         return
     found = solve_relaxed(graph, incumbent, deadline, _equations(parts, first))

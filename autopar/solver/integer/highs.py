@@ -25,7 +25,7 @@ FEASIBILITY_TOLERANCE = 1e-8
 
 STEP, ENTRIES = 0.4, 180_000
 """Of the price of a step of the simplex method, what any takes, and entries of a program that take all of it: steps
-took 89, 170, 184, 488 and 290 us in programs of .17, .29, .58, 1.1 and 1.5 million, and as few as 49 in one of .57."""
+took 80, 56, 41, 73, 60, 217, 102 and 2,189 us in programs of .17, .28, .33, .51, .80, .96, 1.2 and 7.1 million."""
 
 TREE = "iteration of a tree"
 ITERATION = 1 / 40_000

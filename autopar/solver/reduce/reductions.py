@@ -259,6 +259,7 @@ def min_plus(left: Array, cost: Array, right: Array) -> Array:
 
 
 def _min_plus(left: Array, cost: Array, right: Array) -> Array:
+    tick("row of a product", len(cost))
     tick("element of a product", len(cost) * left.shape[1] * right.shape[1])
     result = np.full((left.shape[1], right.shape[1]), np.inf)
     scratch = np.empty_like(result)
