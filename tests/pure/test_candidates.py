@@ -49,8 +49,7 @@ def test_no_baseline_beats_what_is_taken_where_that_can_be(own, baselines, taken
 @pytest.mark.parametrize(
     ("plans", "taken", "looked_at"),
     [
-        ([(1.0, 1.1), (1.2, 1.2)], 0, 1),  # a step is hardly shorter than its cost
-        ([(1.0, 1.1), (1.11, 1.09)], 1, 2),
+        ([(1.0, 1.1), (1.2, 1.2)], 0, 1),  # a step is no shorter than its cost
         ([(1.0, 1.5), (1.2, 1.3)], 1, 2),
         ([(1.0, 1.5), (1.2, 1.6), (1.4, 1.45), (1.5, 1.5)], 2, 3),
     ],

@@ -220,8 +220,7 @@ several, it is; the latter where programs of three depths agree. Of 125 programs
 
 
 LATE_S = 1.0
-"""So long after the search's end other plans and known ways to train are still looked at, the cheapest first: one may
-be better."""
+"""So long after the search's end known ways to train are still looked at, the cheapest first: one may be better."""
 
 
 def _compared(objective: Objective, options: Options) -> list[BaselineCandidate]:
@@ -279,11 +278,11 @@ def choose(search: Search, state: SearchState) -> Candidate:
 
 
 def shortest(search: Search, state: SearchState) -> Candidate:
-    """The plan of the shortest step. A step takes hardly less than its cost, so most plans need not be looked at."""
+    """The plan of the shortest step, of two whatever time it is. A step takes hardly less than its cost, so most plans
+    need not be looked at."""
     best: Candidate | None = None
-    for plan in state.plans:
-        least_s = (1 - settings.LEAST_UNDER_COST) * plan.cost
-        if best is not None and (least_s >= best.timeline.seconds or now() > search.ends + LATE_S):
+    for i, plan in enumerate(state.plans):
+        if best is not None and (plan.cost >= best.timeline.seconds or (i > 1 and now() > search.ends)):
             break
         own = search.arranged(plan)
         best = own if best is None else min(best, own, key=Candidate.rank)

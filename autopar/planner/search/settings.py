@@ -52,10 +52,6 @@ EXPOSED_SHARE, EXPOSED_ROUNDS = 5e-3, 2
 """Where the program of a plan that fits waits for transfers for more than this share of its cost, constraints are added
 that let them hide, at most so many times."""
 
-LEAST_UNDER_COST = 0.02
-"""Share of the cost of a plan by which its step may be shorter: that of a 70B model on 64 A100 was .8 %, of a vision
-language model of 7B 1.1 %."""
-
 NEARLY_FITS = 1.1
 """Times the budget up to which a program is measured with its collectives arranged, which may hold a little less."""
 

@@ -174,13 +174,13 @@ class SearchState:
         return min(self.cutoff, math.inf if self.best is None else self.best.cost)
 
     def with_plan(self, search: Search, found: Result | None) -> SearchState:
-        """With a plan that was found, where it is better than those before."""
+        """With a plan that was found, unless it is known already."""
         if found is None:
             return self
         state = self
         if state.leanest is None or found.memory.peak_bytes < state.leanest.memory.peak_bytes:
             state = replace(state, leanest=found)
-        if found.memory.peak_bytes <= search.budget:
+        if found.memory.peak_bytes <= search.budget and _rank(found) not in map(_rank, self.plans):
             state = replace(state, plans=tuple(sorted((*self.plans, found), key=_rank)))
         return state
 
