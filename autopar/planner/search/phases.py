@@ -61,11 +61,9 @@ class Free:
         enough = until if search.budget == math.inf else began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
-        first = max(gap, settings.FREE_GAP) if search.budget < math.inf else gap
-        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=first)
+        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=gap)
         bound = free.solution.lower_bound
-        wide = free.cost - bound > max(gap, search.options.gap) * free.cost
-        if free.memory.peak_bytes <= search.budget and wide and now() < until:
+        if free.memory.peak_bytes <= search.budget and not free.solution.proven and enough < until:
             # It fits, so nothing else has to be looked for.
             state, seeds = state.with_plan(search, free), (free.solution.choice, *seeds)
             free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
