@@ -13,6 +13,7 @@ from autopar.planner.options import Options
 from autopar.planner.schedule.timeline import Timeline
 from autopar.planner.search.candidates import Candidate, settled
 from autopar.planner.search.search import shortest
+from autopar.planner.search.state import SearchState
 from autopar.program import Program
 from autopar.solver import Solution
 
@@ -69,3 +70,12 @@ def test_of_plans_that_fit_the_shortest_step_is_taken(
     assert (best.solution.objective, best.timeline.seconds) == plans[taken]
     assert best.solution.lower_bound == 0.9
     assert len(asked) == looked_at
+
+
+def test_a_plan_that_is_found_twice_is_kept_once() -> None:
+    def plan(cost: float) -> Any:
+        return SimpleNamespace(cost=cost, memory=SimpleNamespace(peak_bytes=5))
+
+    search = cast("Any", SimpleNamespace(budget=10))
+    state = SearchState().with_plan(search, plan(2.0)).with_plan(search, plan(1.0)).with_plan(search, plan(2.0))
+    assert [kept.cost for kept in state.plans] == [1.0, 2.0]

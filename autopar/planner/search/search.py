@@ -278,8 +278,8 @@ def choose(search: Search, state: SearchState) -> Candidate:
 
 
 def shortest(search: Search, state: SearchState) -> Candidate:
-    """The plan of the shortest step, of two whatever time it is. A step takes hardly less than its cost, so most plans
-    need not be looked at."""
+    """The plan of the shortest step. A step takes hardly less than its cost, so most plans need not be looked at; the
+    second cheapest may be, even when no time is left."""
     best: Candidate | None = None
     for i, plan in enumerate(state.plans):
         if best is not None and (plan.cost >= best.timeline.seconds or (i > 1 and now() > search.ends)):

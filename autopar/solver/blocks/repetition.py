@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 import numpy as np
@@ -61,7 +61,6 @@ class _Network:
     around: list[list[tuple[int, int, int]]]
     looks: list[int]
     sizes: list[int]
-    shift: dict[int, int] = field(default_factory=dict)
 
 
 def find_runs(problem: Problem) -> tuple[Run, ...]:

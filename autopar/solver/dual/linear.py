@@ -39,7 +39,7 @@ the larger ones where nothing was found among fewer. Of Pythia 6.9B on 128 devic
 the linear program used, which allowed nothing."""
 
 NEAR_SHARE = 0.3
-"""Of the time left, for each of the two."""
+"""Of the time left, for each of these integer programs."""
 
 WORK = 1e8
 ROUNDING = 1e-15
@@ -136,7 +136,8 @@ def search_near(
     whole: Callable[[], Graph],
     copies: Mapping[int, IndexArray],
 ) -> None:
-    """The best choices among the options at distance 0, then among as many of the nearest as an integer program takes.
+    """The best choices among the options at distance 0, then among as many of the nearest as an integer program takes,
+    and among more where that finds nothing better.
 
     Args:
         graph, found: the linear program and what it found.
