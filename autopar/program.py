@@ -14,7 +14,7 @@ from autopar.ir import Output, Phase, TensorMeta
 from autopar.sharding import Halo, Loan, ShardingSpec, Strategy
 from autopar.sharding.redistribution import Step
 
-OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait", "decomposed"]
+OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait", "decomposed", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,10 @@ class Op:
         name: unique name in the program.
         kind: ``input``; ``compute`` (an op of the captured graph); ``redistribute`` (one step); ``offload`` and
             ``fetch``, which start a copy to or from the host; ``wait``, which waits for an offload or a collective;
-            or ``decomposed``, a contraction split to overlap with the gather of an operand or the scatter of its
-            result. A wait for an offload reads the device tensor and then the host tensor, so that the device tensor
-            stays alive until then; a wait for a collective reads the collective's result.
+            ``decomposed``, a contraction split to overlap with the gather of an operand or the scatter of its result;
+            or ``copy``, of a part of a larger result, which the backward reads in its stead. A wait for an offload
+            reads the device tensor and then the host tensor, so that the device tensor stays alive until then; a wait
+            for a collective reads the collective's result.
         node: the captured node that it runs or whose value it redistributes.
         reads: names of the tensors that it reads, in the order of the node's operands.
         writes: its results.

@@ -136,6 +136,8 @@ class _Builder:
                 self._decomposed(op)
             elif op.kind == "wait":
                 self._read(op.reads[-1])
+            elif op.kind == "copy":
+                self._copy(op)
             else:
                 self._compute(op)
 
@@ -215,6 +217,12 @@ class _Builder:
         node = self._call(function, (self.rank, self._read(op.reads[0])), name=name)
         node.meta["op"] = op
         self.pending[tensor.name] = self._described(node, tensor)
+
+    def _copy(self, op: Op) -> None:
+        tensor, contiguous = op.writes[0], {"memory_format": torch.contiguous_format}
+        source = self._read(op.reads[0])
+        node = self._call(torch.ops.aten.clone.default, (source,), contiguous, name=identifier(tensor.name))
+        self.values[tensor.name] = self._described(node, tensor)
 
     def _compute(self, op: Op) -> None:
         node = self.graph.by_name[op.node]

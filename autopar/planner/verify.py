@@ -120,6 +120,7 @@ class _Verifier:
             "decomposed": self._decomposed,
             "offload": self._transfer,
             "fetch": self._transfer,
+            "copy": self._copy,
         }
         check[op.kind](op)
         on_host = op.kind == "offload"
@@ -242,6 +243,11 @@ class _Verifier:
             self._tensor(name).host == (op.kind == "fetch"),
             f"{op.name}: {name} is in the wrong memory for an {op.kind}",
         )
+
+    def _copy(self, op: Op) -> None:
+        (name,), (tensor,) = op.reads, op.writes
+        _require(op.phase == "forward", f"{op.name}: copies a part in the backward")
+        self._record(op, tensor, self.value_of[name], self._tensor(name).spec)
 
     def _wait(self, op: Op) -> None:
         _require(not op.writes, f"{op.name}: a wait makes nothing")

@@ -56,7 +56,7 @@ def _has_parts(op: Op) -> bool:
     if op.kind == "redistribute":
         together = len(op.bucket) or 1
         return op.step is not None and len(op.reads) == len(op.writes) == together
-    if op.kind in ("offload", "fetch"):
+    if op.kind in ("offload", "fetch", "copy"):
         return len(op.reads) == len(op.writes) == 1
     if op.kind == "decomposed":
         both = op.strategy is not None and op.step is not None and len(op.writes) in (1, 2)

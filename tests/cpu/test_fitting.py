@@ -8,6 +8,7 @@ from autopar import passes, planner
 from autopar.mesh import Mesh
 from autopar.planner import Options
 from autopar.planner.memory.exact import profile
+from autopar.planner.pricing.prices import Prices
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.fitting import fitted
 from autopar.runtime.simulation import simulate_program
@@ -22,9 +23,9 @@ def test_collectives_are_waited_for_sooner_where_memory_is_full() -> None:
     for seed in range(3):
         options = Options(search=f"random:{seed}", optimizer=0.0)
         program = planner.plan_graph(graph, mesh, cluster, options, compare=False).program
-        memory = profile(program, graph, mesh, options)
-        assert fitted(program, memory, graph, mesh, options, memory.peak_bytes) == (program, memory)
-        found, now = fitted(program, memory, graph, mesh, options, memory.peak_bytes // 2)
+        memory, prices = profile(program, graph, mesh, options), Prices(mesh, cluster)
+        assert fitted(program, memory, graph, prices, options, memory.peak_bytes) == (program, memory)
+        found, now = fitted(program, memory, graph, prices, options, memory.peak_bytes // 2)
         assert now.peak_bytes <= memory.peak_bytes
         assert [op for op in found.ops if op.kind != "wait"] == [op for op in program.ops if op.kind != "wait"]
         assert simulate_streams(found, 1.0).seconds < 1.01 * simulate_streams(program, 1.0).seconds

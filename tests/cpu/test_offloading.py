@@ -17,6 +17,7 @@ from autopar import codegen, passes, planner, spmd
 from autopar.arguments import canonical_names
 from autopar.mesh import Mesh
 from autopar.planner.memory.exact import profile
+from autopar.planner.pricing.prices import Prices
 from autopar.planner.search.fitting import fitted
 from autopar.plans.serial import program_from, program_to
 from autopar.program import AGAIN
@@ -135,7 +136,8 @@ def test_transfers_give_way_to_a_budget_and_the_step_stays_exact(name) -> None:
     program = early(program)
     options = planner.Options(optimizer="sgd", device="cpu")
     before = profile(program, of.capture.graph, Mesh((1,)), options)
-    late, memory = fitted(program, before, of.capture.graph, Mesh((1,)), options, 0.0)
+    prices = Prices(Mesh((1,)), cluster_where_sharding_pays().sized(1))
+    late, memory = fitted(program, before, of.capture.graph, prices, options, 0.0)
     assert memory.peak_bytes < before.peak_bytes
     assert {op.name for op in late.ops} == {op.name for op in program.ops}
     measured, gradients = executed(of, late)

@@ -20,6 +20,7 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import Decisions, Variable, decide
 from autopar.planner.problem.restricted import Kept, solve_sliced
+from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.search.candidates import Candidate, budget_bytes
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.search import Planned
@@ -53,7 +54,8 @@ def replan_nearby(
             return None
         program, memory = scheduled(d, choice, prices, options, budget)
         if memory.peak_bytes <= budget:
-            solution = Solution(choice, objective.seconds(choice), 0.0, proven=False, method="near another plan")
+            cost = objective.seconds(choice) + copied_seconds(program)
+            solution = Solution(choice, cost, 0.0, proven=False, method="near another plan")
             found = Candidate.of("near", d, solution, program, prices, options)
             return replace(
                 planned,

@@ -310,7 +310,7 @@ class _Sweep:
         else:
             for tensor in op.writes:
                 self.layouts[tensor.name] = (
-                    self._local(tensor) if op.kind == "redistribute" else self._transferred_layout(op, tensor)
+                    self._transferred_layout(op, tensor) if op.is_transfer else self._local(tensor)
                 )
                 if not tensor.host:
                     self._allocate(tensor.name, self._bytes(tensor), self.op_at[at])

@@ -18,6 +18,7 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
 from autopar.planner.problem.restricted import solve_sliced
+from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.search.candidates import Candidate, budget_bytes
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.search import Planned
@@ -48,7 +49,7 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
     program, memory = scheduled(d, choice, prices, options, budget)
     if memory.peak_bytes > budget:
         return None
-    cost = objective.seconds(choice)
+    cost = objective.seconds(choice) + copied_seconds(program)
     if not math.isfinite(cost):
         return None
     solution = Solution(choice, cost, 0.0, proven=False, method="choices of the whole model")

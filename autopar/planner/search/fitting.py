@@ -1,22 +1,26 @@
-"""A choice as a program, whose copies and collectives in flight give way to a memory budget.
+"""A choice as a program, which gives way to a memory budget.
+
+A part that is kept for the backward keeps the whole that it is a view of. Where the program is over the budget then, it
+keeps a copy of the part: cheap, and what the constraints of the search count.
 
 What runs beside the computation holds memory for it: a fetch that begins early, so that it hides, holds its result; an
-offload that is waited for late holds what it copies. Where the program is over the budget then, it fetches later and
+offload that is waited for late holds what it copies. Where the program is still over the budget, it fetches later and
 waits sooner; for collectives too, which hold what they send until they are waited for. That may leave a transfer
 exposed, which the simulated step shows, but never excludes a plan that fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.ir import Graph
-from autopar.mesh import Mesh
 from autopar.planner.memory.exact import MemoryProfile, profile
 from autopar.planner.options import Options
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.variables import Decisions
+from autopar.planner.schedule.copied_parts import with_parts_copied
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.waits import wait_sooner
 from autopar.program import Op, Program
@@ -30,21 +34,24 @@ def scheduled(
 ) -> tuple[Program, MemoryProfile]:
     """The program of ``choice`` and its exact memory, within ``budget`` bytes where transfers can see to it."""
     program = schedule(d, choice, prices)
-    return fitted(program, profile(program, d.graph, d.mesh, options), d.graph, d.mesh, options, budget)
+    return fitted(program, profile(program, d.graph, d.mesh, options), d.graph, prices, options, budget)
 
 
 def fitted(
-    program: Program, memory: MemoryProfile, graph: Graph, mesh: Mesh, options: Options, budget: float
+    program: Program, memory: MemoryProfile, graph: Graph, prices: Prices, options: Options, budget: float
 ) -> tuple[Program, MemoryProfile]:
-    """``program``, whose exact memory is ``memory``, and its own, with transfers that give way to ``budget`` bytes
-    where they must. What can be written over its operands stays so: they change nothing about that."""
+    """``program``, whose exact memory is ``memory``, and its own, where parts are copied and transfers give way to
+    ``budget`` bytes if they must. What can be written over its operands stays so: they change nothing about that."""
+    ways: list[Callable[..., Program | None]] = [partial(with_parts_copied, prices=prices), _given_way, wait_sooner]
+    if prices.mesh.size == 1:  # the constraints of one device hold a view as its whole, and its bound is a proof
+        del ways[0]
     for _ in range(ROUNDS):
-        if memory.peak_bytes <= budget:
-            break
         before = program
-        for give_way in (_given_way, wait_sooner):
-            moved = give_way(program, memory.timeline, budget)
-            now = profile(moved, graph, mesh, options) if moved is not None else memory
+        for give_way in ways:
+            if memory.peak_bytes <= budget:
+                return program, memory
+            moved = give_way(program, timeline=memory.timeline, budget=budget)
+            now = profile(moved, graph, prices.mesh, options) if moved is not None else memory
             if moved is not None and (now.peak_bytes < memory.peak_bytes or _is_better(now, memory, budget)):
                 program, memory = moved, now
         if program is before:

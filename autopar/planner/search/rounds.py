@@ -15,6 +15,7 @@ from autopar.planner.memory.exact import profile
 from autopar.planner.pricing.objective import MAX_SOLVES, Objective
 from autopar.planner.pricing.transfers import FORWARD_PARTS, exposed_seconds, host_usages
 from autopar.planner.problem.restricted import Folding, solve_sliced
+from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.search import settings
 from autopar.planner.search.fitting import fitted, scheduled
@@ -102,7 +103,8 @@ def solve_round(
     program = schedule(objective.decisions, solution.choice, search.prices)
     lowered = time.perf_counter()
     early = program, profile(program, graph, mesh, search.options)
-    program, memory = fitted(*early, graph, mesh, search.options, limit)
+    program, memory = fitted(*early, graph, search.prices, search.options, limit)
+    solution = replace(solution, objective=solution.objective + copied_seconds(program))
     ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
     for stage, end in ends.items():
         search.timings[stage] += end - started

@@ -17,6 +17,7 @@ from autopar.planner.overlap.arrange import TriedArrangements
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.decide import Decisions
+from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search import settings
 from autopar.planner.search.candidates import BaselineCandidate, Candidate
@@ -100,8 +101,8 @@ class Search:
         started = time.perf_counter()
         program, memory = scheduled(objective.decisions, choice, self.prices, self.options, limit)
         self.timings["lower"] += time.perf_counter() - started
-        solution = Solution(tuple(choice), objective.seconds(choice), 0.0, proven=False, method=method)
-        return Result(objective, program, solution, memory)
+        cost = objective.seconds(choice) + copied_seconds(program)
+        return Result(objective, program, Solution(tuple(choice), cost, 0.0, proven=False, method=method), memory)
 
     def arranged(self, result: Result) -> Candidate:
         """``result`` as a complete plan, with its collectives arranged."""

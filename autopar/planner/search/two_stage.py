@@ -24,6 +24,7 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import host_usages
 from autopar.planner.problem.variables import Decisions, rerun_key
+from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.keeping import Keeping
 from autopar.program import Program
@@ -121,6 +122,7 @@ class CheckpointSearch:
             bound = max(bound, solution.lower_bound) if exact else bound
             program, memory = self.measured(solution.choice, budget)
             if memory.peak_bytes <= budget:
+                solution = replace(solution, objective=solution.objective + copied_seconds(program))
                 if best is None or solution.objective < best.solution.objective:
                     best = Checkpointed(solution, program, memory, exact)
                 break
@@ -231,7 +233,8 @@ class CheckpointSearch:
 
     def _checkpointed(self, choice: Sequence[int], budget: float = 0.0) -> Checkpointed:
         program, memory = self.measured(choice, budget)
-        solution = Solution(tuple(choice), self.objective.seconds(choice), 0.0, proven=False, method="rules")
+        cost = self.objective.seconds(choice) + copied_seconds(program)
+        solution = Solution(tuple(choice), cost, 0.0, proven=False, method="rules")
         return Checkpointed(solution, program, memory, exact=False)
 
     def measured(self, choice: Sequence[int], budget: float = math.inf) -> tuple[Program, MemoryProfile]:
