@@ -7,8 +7,10 @@ less than the search. One phase more never makes the best plan worse: states onl
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Protocol, runtime_checkable
 
 from autopar.errors import InfeasibleError, SolverError
@@ -22,12 +24,13 @@ from autopar.planner.search.rounds import (
     constrained,
     fold_or_give_up,
     hides_more,
+    solve_open,
     solve_round,
     solve_with_shardings,
 )
 from autopar.planner.search.smallest_peak import search_smallest_peak
 from autopar.planner.search.state import Choice, Result, Search, SearchState, first_constraints
-from autopar.planner.search.two_stage import Checkpointed, CheckpointSearch, Open, sharded_as
+from autopar.planner.search.two_stage import Checkpointed, CheckpointSearch, Open, axes_as_one, sharded_as
 from autopar.solver import sum_of_least
 from autopar.solver.clock import now
 
@@ -134,10 +137,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class KnownShardings:
-    """What to keep, recompute and offload with the shardings of the free optimum, or of a baseline.
+    """What to keep, recompute and offload with the shardings of the free optimum, of a baseline, or with any that take
+    the axes of the mesh as one.
 
     Args:
-        only_free: whether baselines are left out.
+        only_free: whether all others are left out.
     """
 
     only_free: bool = False
@@ -150,30 +154,50 @@ class KnownShardings:
         assert state.joint is not None
         enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
         tried: set[tuple[object, ...]] = set()
-        for choice in self.lean_first(search, state):
+        for seconds, still in self.lean_first(search, state):
             if now() > (until if state.best is None else enough) or state.is_done(search):
                 break
-            seconds = search.objective.seconds(choice)
-            if seconds > state.cost or (seconds == state.cost and state.best is not None):
+            if seconds > state.cost or (seconds == state.cost and state.best is not None) or still in tried:
                 continue
-            still = tuple(sharded_as(search.objective.decisions, choice, state.joint.decisions))
-            if still not in tried:
-                tried.add(still)
-                state = self._kept(search, state, still, until)
+            tried.add(still)
+            state = self._kept(search, state, still, until)
         return state
 
-    def lean_first(self, search: Search, state: SearchState) -> Iterator[Choice]:
-        """The known shardings: of the free optimum where that holds hardly more than the budget, then the cheapest of
-        those that hold little, then by what they hold. What holds much has much to recompute and offload, which takes
-        long to plan and costs more."""
-        assert state.free is not None
+    def lean_first(self, search: Search, state: SearchState) -> Iterator[tuple[float, Open]]:
+        """The known shardings, each with its cost without a budget: of the free optimum where that holds hardly more
+        than the budget, then the cheapest of those that hold little, then by what they hold. What holds much has much
+        to recompute and offload, which takes long to plan and costs more."""
+        assert state.free is not None and state.joint is not None
+        plain, joint = search.objective, state.joint.decisions
+
+        def sharded(choice: Choice) -> tuple[float, Open]:
+            return plain.seconds(choice), sharded_as(plain.decisions, choice, joint)
+
         free = state.free.memory.peak_bytes, state.free.cost, state.free.solution.choice
         if self.only_free or state.nearly_fits(search):
-            yield free[2]
-        if not self.only_free:
-            known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.baselines)]
-            lean = settings.LEAN * min(peak for peak, _, _ in known)
-            yield from (choice for _, _, choice in sorted(known, key=lambda k: (max(k[0], lean), k[1])))
+            yield sharded(free[2])
+        if self.only_free:
+            return
+        known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.baselines)]
+        lean = settings.LEAN * min(peak for peak, _, _ in known)
+        ranked: list[tuple[float, float, Callable[[], tuple[float, Open]]]] = []
+        among, still = axes_as_one(plain.decisions), axes_as_one(joint)
+        together = self._together(search, among)
+        if among is not None and still is not None and together is not None:
+            # They also have those that hold least, and each of the others that takes the axes as one.
+            ranked.append((lean, together, lambda: (together, still)))
+            known = [k for k in known if not all(o in options for o, options in zip(k[2], among, strict=True))]
+        ranked += [(max(peak, lean), cost, partial(sharded, choice)) for peak, cost, choice in known]
+        for _, _, way in sorted(ranked, key=itemgetter(0, 1)):
+            yield way()
+
+    def _together(self, search: Search, among: Open | None) -> float | None:
+        """The cost without a budget of the best shardings ``among`` those that take the axes as one."""
+        if among is None:
+            return None
+        problem, left_s = search.objective.problem(), max(search.ends - now(), 0.0)
+        choice = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
+        return None if choice is None else search.objective.seconds(choice)
 
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
         """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""

@@ -28,6 +28,7 @@ from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.keeping import Keeping
 from autopar.program import Program
+from autopar.sharding import ShardingSpec
 from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
 from autopar.solver.clock import now
 
@@ -45,7 +46,7 @@ PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LESS = (0.16, 0.04, 0.01)
 """Shares of a peak by which the next one is smaller, as long as there is such a one."""
 
-Open = Sequence["tuple[int, ...] | None"]
+Open = tuple["tuple[int, ...] | None", ...]
 """The options of each variable that are still open; None where all are."""
 
 
@@ -71,7 +72,31 @@ def sharded_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Open:
             still.append(None)
         else:
             still.append(tuple(i for i, o in enumerate(v.options) if o == chosen[v.key]))
-    return still
+    return tuple(still)
+
+
+def axes_as_one(d: Decisions) -> tuple[tuple[int, ...], ...] | None:
+    """What stays open in ``d`` where the axes of the mesh are taken as one: each dim is cut by all of them in order, or
+    by none. None where the mesh has one axis, or that leaves some variable nothing.
+
+    Options grow as a power of the axes, so of a mesh with three these are a thousandth.
+    """
+    every = tuple(range(d.mesh.ndim))
+
+    def is_alike(spec: ShardingSpec | None) -> bool:
+        if spec is None:
+            return True
+        reductions = {reduction for _, reduction in spec.partial}
+        whole = not spec.partial or (len(spec.partial) == len(every) and len(reductions) == 1)
+        return whole and all(axes in ((), every) for axes in spec.dims)
+
+    open_of: dict[int, tuple[int, ...]] = {}
+    for v in d.variables:
+        if id(v.options) not in open_of:
+            alike = (i for i, o in enumerate(v.options) if all(map(is_alike, (*o.inputs, *o.outputs))))
+            open_of[id(v.options)] = tuple(alike)
+    still = tuple(open_of[id(v.options)] for v in d.variables)
+    return still if d.mesh.ndim > 1 and all(still) else None
 
 
 @dataclass
