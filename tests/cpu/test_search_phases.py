@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from autopar.planner import Options
 from autopar.planner.search import search as searching
 from autopar.planner.search.phases import Baselines, Free, Joint, KnownShardings, Phase, Reruns, Rules, SmallestPeak
 from autopar.planner.search.search import JOINT
-from autopar.planner.search.state import SearchState
+from autopar.planner.search.state import Search, SearchState
+from autopar.planner.search.two_stage import Open, axes_as_one, sharded_as
 from autopar.tracer import ColoTracer
 from tests.baseline_laws import captured
 from tests.cpu.model_checks import cluster_where_sharding_pays
@@ -41,7 +41,8 @@ def planned(
     graph, on = captured(name), Mesh(mesh)
     cluster = cluster_where_sharding_pays().sized(on.size)
     budget = None if share is None else int(share * free_peak(name, mesh))
-    asked = Options(budget, **{"gap": 1e-3, "time_limit_s": LONG, **options})  # type: ignore[arg-type]
+    given = {"memory_budget_bytes": budget, "gap": 1e-3, "time_limit_s": LONG, **options}
+    asked = Options(**given)  # type: ignore[arg-type]
     before, searching.SEARCHES["joint"] = searching.SEARCHES["joint"], lambda _: phases
     try:
         return planner.plan_graph(graph, on, cluster, asked, compare=compare)
@@ -96,7 +97,7 @@ def test_a_first_plan_comes_from_known_shardings_and_is_decent(name: str, mesh: 
 
 def test_the_search_ends_when_a_run_gains_less_than_it_costs() -> None:
     """So a plan for few steps takes no more work, and says how far from the bound it is."""
-    few, many = (planned("gpt2", (2, 2), 0.6, training_steps=steps) for steps in (1.0, math.inf))
+    few, many = (planned("gpt2", (2, 2), 0.6, training_steps=steps, gap=1e-6) for steps in (1.0, math.inf))
     assert few.trace[-1].work < many.trace[-1].work
     assert few.solution.objective >= many.solution.objective
     assert few.memory.peak_bytes <= 0.6 * free_peak("gpt2", (2, 2))
@@ -161,15 +162,49 @@ def test_a_choice_over_the_budget_is_repaired_with_its_own_shardings() -> None:
     assert any(method.endswith("repaired") for method in found)
 
 
+@dataclass(frozen=True)
+class Noting(KnownShardings):
+    """Notes what it leaves open, and whether that is the free optimum's shardings or any that take the axes as one."""
+
+    tried: list[str] = field(default_factory=list)
+
+    def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
+        assert state.free is not None and state.joint is not None
+        of_free = sharded_as(search.objective.decisions, state.free.solution.choice, state.joint.decisions)
+        kinds = {of_free: "free", axes_as_one(state.joint.decisions): "as one"}
+        self.tried.append(kinds.get(still, "baseline"))
+        return super()._kept(search, state, still, until)
+
+
 @pytest.mark.parametrize(
-    ("peak", "first"),
-    [(1.05, "free"), (3.0, "lean")],  # hardly more than the budget, and much more
+    ("name", "share", "first"),
+    [("mlp", 0.92, "free"), ("gpt2", 0.5, "as one")],  # hardly more than the budget, and much more
 )
-def test_what_nearly_fits_is_tried_before_what_holds_little(peak: float, first: str) -> None:
-    memory, solution = SimpleNamespace(peak_bytes=peak), SimpleNamespace(choice=("free",))
-    state = SearchState(free=cast("Any", SimpleNamespace(memory=memory, cost=1.0, solution=solution)))
-    lean = SimpleNamespace(estimated_peak_bytes=0.5, objective=2.0, choice=("lean",))
-    search = cast("Any", SimpleNamespace(budget=1.0, baselines=[lean]))
-    order = [choice[0] for choice in KnownShardings().lean_first(search, state)]
-    assert order[0] == first
-    assert set(order) == {"free", "lean"}
+def test_what_nearly_fits_is_tried_before_what_holds_little(name: str, share: float, first: str) -> None:
+    noting = Noting()
+    planned(name, (2, 2), share, (Free(), Reruns(), noting), compare=True)
+    assert noting.tried[0] == first
+
+
+def test_options_that_take_the_axes_as_one_cut_by_all_axes_or_none() -> None:
+    d = planned("gpt2", (2, 2), None).decisions
+    still = axes_as_one(d)
+    assert still is not None
+    for v, options in zip(d.variables, still, strict=True):
+        for option in (v.options[o] for o in options):
+            for spec in (s for s in (*option.inputs, *option.outputs) if s is not None):
+                assert all(axes in ((), (0, 1)) for axes in spec.dims)
+                assert len(spec.partial) in (0, 2)
+    assert axes_as_one(planned("gpt2", (4,), None).decisions) is None
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5])
+def test_more_axes_do_not_make_a_plan_of_known_shardings_worse(share: float) -> None:
+    """A mesh of one axis has the same shardings as one of several whose axes are taken as one."""
+    phases = (Free(), Reruns(), KnownShardings())
+    budget = int(share * free_peak("gpt2", (8,)))
+    costs = [
+        planned("gpt2", mesh, None, phases, memory_budget_bytes=budget, compare=True).solution.objective
+        for mesh in ((8,), (2, 2, 2))
+    ]
+    assert costs[1] <= 1.02 * costs[0]

@@ -185,7 +185,8 @@ class KnownShardings:
         together = self._together(search, among)
         if among is not None and still is not None and together is not None:
             # They also have those that hold least, and each of the others that takes the axes as one.
-            ranked.append((lean, together, lambda: (together, still)))
+            # Their cost is within a gap of the best one's.
+            ranked.append((lean, together / (1 + settings.KNOWN_GAP), lambda: (together, still)))
             known = [k for k in known if not all(o in options for o, options in zip(k[2], among, strict=True))]
         ranked += [(max(peak, lean), cost, partial(sharded, choice)) for peak, cost, choice in known]
         for _, _, way in sorted(ranked, key=itemgetter(0, 1)):
