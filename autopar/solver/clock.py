@@ -37,6 +37,7 @@ PRICES_S: Mapping[str, float] = {
     "profiled op": 13e-6,
     "simulated event": 7e-6,
     "mixed use": 0.3e-6,
+    "changed element": 0.065e-6,
     "held variable": 5e-6,
     "usage": 12e-6,
     "interval": 3e-6,

@@ -200,7 +200,7 @@ class Mixing:
         change = np.zeros((len(self._ways), self.terms))
         found, gone = [], set[int]()
         every = np.arange(len(self._ways))
-        tick("mixed use", len(chain) * change.size)
+        tick("changed element", len(chain) * change.size)
         for segment in chain:
             change = change + self.own[segment] - self.own[segment, ways[segment]]
             for other, pair in self.around[segment]:

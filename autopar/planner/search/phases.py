@@ -95,7 +95,7 @@ class Baselines:
         return state.best is None and bool(search.baselines)
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        fitting = next((b for b in search.baselines if search.fits(b)), None)
+        fitting = next((b for b in search.baselines if b.fits(search.budget)), None)
         if fitting is None:
             return state
         search.report(f"{fitting.name}: {fitting.candidate.timeline.seconds * 1e3:.4g} ms")
