@@ -40,11 +40,11 @@ def scheduled(
 def fitted(
     program: Program, memory: MemoryProfile, graph: Graph, prices: Prices, options: Options, budget: float
 ) -> tuple[Program, MemoryProfile]:
-    """``program``, whose exact memory is ``memory``, and its own, where parts are copied and transfers give way to
-    ``budget`` bytes if they must. What can be written over its operands stays so: they change nothing about that."""
-    ways: list[Callable[..., Program | None]] = [partial(with_parts_copied, prices=prices), _given_way, wait_sooner]
-    if prices.mesh.size == 1:  # the constraints of one device hold a view as its whole, and its bound is a proof
-        del ways[0]
+    """``program``, whose exact memory is ``memory``, and its own, with copies of parts, and transfers that give way,
+    where it is over ``budget`` bytes. What overwrites its operands still does."""
+    ways: list[Callable[..., Program | None]] = [_given_way, wait_sooner]
+    if prices.mesh.size > 1:  # the constraints of one device hold a view as its whole, and its bound is a proof
+        ways.insert(0, partial(with_parts_copied, prices=prices))
     for _ in range(ROUNDS):
         before = program
         for give_way in ways:

@@ -184,9 +184,9 @@ class KnownShardings:
         among, still = axes_as_one(plain.decisions), axes_as_one(joint)
         together = self._together(search, among)
         if among is not None and still is not None and together is not None:
-            # They also have those that hold least, and each of the others that takes the axes as one.
-            # Their cost is within a gap of the best one's.
+            # Fully sharded ones are among them, so they count as lean. The best may cost less, by the gap.
             ranked.append((lean, together / (1 + settings.KNOWN_GAP), lambda: (together, still)))
+            # A known sharding that takes the axes as one need not be tried by itself.
             known = [k for k in known if not all(o in options for o, options in zip(k[2], among, strict=True))]
         ranked += [(max(peak, lean), cost, partial(sharded, choice)) for peak, cost, choice in known]
         for _, _, way in sorted(ranked, key=itemgetter(0, 1)):

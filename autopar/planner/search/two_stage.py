@@ -79,7 +79,8 @@ def axes_as_one(d: Decisions) -> tuple[tuple[int, ...], ...] | None:
     """What stays open in ``d`` where the axes of the mesh are taken as one: each dim is cut by all of them in order, or
     by none. None where the mesh has one axis, or that leaves some variable nothing.
 
-    Options grow as a power of the axes, so of a mesh with three these are a thousandth.
+    Options grow as a power of the axes: a 26th is left of those of Gemma 2 27B on three axes, a fifth of those of Qwen3
+    235B on two.
     """
     every = tuple(range(d.mesh.ndim))
 
