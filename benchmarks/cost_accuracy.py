@@ -40,7 +40,7 @@ from autopar.cost_models import CollectiveCosts, ComputeCosts
 from autopar.mesh import Cluster, Mesh
 from autopar.profiling import join, launched, profile_cluster
 from autopar.profiling.collectives import KINDS, Launch, prepared
-from autopar.profiling.kernels import MOST_SETS, ROTATED_BYTES, Rotation, among_others
+from autopar.profiling.kernels import MOST_SETS, Rotation, among_others, rotated_bytes
 from autopar.profiling.timing import Stopwatch
 from autopar.spmd import ProcessRank
 
@@ -128,7 +128,7 @@ def single_ops(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Re
         name: str, make: Callable[[], Callable[[], object]], flops: float, nbytes: float, kind: str, op: str = ""
     ) -> None:
         predicted = costs.seconds(flops, nbytes, "float32", kind, op)
-        sets = min(max(int(ROTATED_BYTES / nbytes), 2), MOST_SETS)
+        sets = min(max(int(rotated_bytes(rank.device) / nbytes), 2), MOST_SETS)
         measured = timed_among(Rotation.of([make() for _ in range(sets)])).seconds
         records.append({"what": name, "predicted_s": predicted, "measured_s": measured})
 

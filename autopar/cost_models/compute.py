@@ -52,7 +52,7 @@ class _Curves(NamedTuple):
 
 
 FREE = Curve((1.0,), (1e-30,))
-"""The curve over bytes of an op whose measured time over FLOPs includes its traffic."""
+"""The curve over bytes of an op whose measured time over FLOPs includes its traffic, as on CPUs, which overlap none."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ComputeCosts:
         thin = measured.kernel(of, dtype) or measured.kernel(of, "float32")
         if work is not None and thin is not None:
             return _Curves(work.curve, thin.curve, added=True)
-        if own is not None:
+        if own is not None and self.cluster.device.kind == "cpu":
             return _Curves(own.curve, FREE)
         traffic = measured.kernel("memory", dtype) or measured.kernel("memory", "float32")
         return _Curves(work.curve if work else None, traffic.curve if traffic else None)

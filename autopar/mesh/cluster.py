@@ -75,6 +75,12 @@ class Device:
         """The torch device type: "cpu", or "cuda", which torch uses for accelerators of AMD too."""
         return "cpu" if "cpu" in self.name.lower() else "cuda"
 
+    @property
+    def kernels(self) -> Literal["cpu", "cuda", "cuda without flash"]:
+        """Whose kernels run: flash attention needs a GPU with units for bfloat16 (compute capability 8 or more)."""
+        with_units = self.peak("bfloat16") > self.peak("float32")
+        return "cpu" if self.kind == "cpu" else "cuda" if with_units else "cuda without flash"
+
     def peak(self, dtype: str) -> float:
         """Return the dense peak in FLOP/s for contractions of ``dtype``."""
         peaks = dict(self.peak_flops_per_s)

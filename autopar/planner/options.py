@@ -43,7 +43,7 @@ class Options:
         async_tensor_parallel: ``"auto"``: products may be decomposed beside their gather or scatter where that is
             predicted to be shorter, over NVLink; True: over any link, by a ring; False: nowhere; ``"always"``: wherever
             they can be.
-        device: ``"cpu"`` or ``"cuda"``: whose kernels decide what an op holds while it runs.
+        device: whose kernels decide what an op holds while it runs, as ``mesh.Device.kernels`` says.
         expert_room: where ranks have some of the experts each, rows for which one has room, over the mean; None where
             tokens stay with their ranks. ``"auto"``: ``EXPERT_ROOM``, where a step can be run again without.
         accumulation_steps: micro-batches whose gradients add up before the optimizer steps.
@@ -118,7 +118,7 @@ class Options:
                 hint="give a positive number; math.inf lets the search go on until its limit or its gap.",
             )
         _check("backend", self.backend, "eager", "inductor")
-        _check("device", self.device, "cpu", "cuda")
+        _check("device", self.device, "cpu", "cuda", "cuda without flash")
         _check("async_tensor_parallel", self.async_tensor_parallel, "auto", True, False, "always")
         _check("batch", self.batch, "global", "local")
         _check("outputs", self.outputs, "auto", "whole", "dtensor")

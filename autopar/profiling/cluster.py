@@ -80,8 +80,8 @@ def profile_cluster(
     Returns:
         The cluster, equal on all ranks, with the name ``name``.
     """
-    effort = effort or Effort()
     device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    effort = effort or Effort(largest_elements=2**24 if device_type == "cpu" else 2**26)
     rank = ProcessRank(init_device_mesh(device_type, mesh.shape, mesh_dim_names=mesh.names))
     on_cpu = device_type == "cpu"
     quantile = 0.0 if on_cpu else 0.5
@@ -101,7 +101,7 @@ def profile_cluster(
     collectives = timed_collectives(rank, links, effort.message_sizes, watch, step)
     apart = [axis for axis, n in enumerate(mesh.shape) if n > 1]
     overlap = measured_overlap(rank, apart[0], min(2**22, effort.largest_message_bytes), watch) if apart else 1.0
-    kernel_watch = replace(watch, quantile=0.5, allowance=Allowance(effort.kernels_s))
+    kernel_watch = replace(watch, quantile=0.5, allowance=Allowance(effort.kernels_s), on_device=not on_cpu)
     if on_cpu and torch.get_num_threads() == 1:
         kernel_watch = replace(kernel_watch, clock=time.thread_time, quantile=0.25)
     kernels = timed_kernels(rank.device, planned, kernel_watch, step)
@@ -201,7 +201,8 @@ def _device(base: Device, measured: Measured, launch_s: float) -> Device:
     if "float32" in peaks:
         figures |= {"peak_flops_per_s": tuple(sorted(peaks.items())), "matmul_efficiency": 1.0}
     if memory is not None:
-        figures |= {"memory_bytes_per_s": _rate(memory), "memory_efficiency": 1.0}
+        streamed = memory.curve.amounts[-1] / memory.curve.seconds[-1]
+        figures |= {"memory_bytes_per_s": float(f"{streamed:.3g}"), "memory_efficiency": 1.0}
         figures["launch_latency_s"] = min(memory.curve.seconds[0], base.launch_latency_s)
     if launch_s > 0:
         figures["collective_launch_latency_s"] = launch_s
@@ -212,7 +213,7 @@ def _device(base: Device, measured: Measured, launch_s: float) -> Device:
 
 
 def _rate(kernel: KernelTimes) -> float:
-    """Return the best rate at any size, in FLOP/s or bytes/s."""
+    """Return the best rate at any size, in FLOP/s."""
     best = max(a / s for a, s in zip(kernel.curve.amounts, kernel.curve.seconds, strict=True))
     return float(f"{best:.3g}")
 

@@ -215,8 +215,20 @@ STREAMED = tuple(2**k for k in (8, 12, 15, 18, 20, 22))
 SIDES = (8, 32, 64, 128, 256, 512, 1024)
 IMAGES_STREAMED = tuple(2**k for k in (9, 12, 15, 18, 20, 22))
 SHORT_STREAMED = tuple(2**k for k in (9, 15, 18, 21))
+LENGTHS = (16, 64, 256, 1024)
+CONVOLVED = (4, 16, 64, 128)
+LARGER: dict[tuple[int, ...], tuple[int, ...]] = {
+    STREAMED: (2**24, 2**26),
+    (*STREAMED, 2**24): (2**26,),
+    IMAGES_STREAMED: (2**24, 2**26),
+    SIDES: (2048, 4096, 8192),
+    LENGTHS: (4096, 8192),
+    CONVOLVED: (256, 512),
+}
+"""Further sizes for a GPU."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def _thin_flops(n: int, _: int) -> float:
@@ -229,7 +241,7 @@ def _attention_kernels(
     """Return curves over FLOPs and bytes of an attention that costs ``flops`` forwards and moves ``tensors``."""
     row = float(tensors * HEADS * WIDTH)
     return (
-        Kernel(kind, "flops", long, (16, 64, 256, 1024), other_amount=lambda n, size: row * n * size),
+        Kernel(kind, "flops", long, LENGTHS, other_amount=lambda n, size: row * n * size),
         Kernel(
             kind + TRAFFIC,
             "bytes",
@@ -245,8 +257,8 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("matmul" + TRAFFIC, "bytes", _thin_matmul, (16, 128, 512, 2048), other_amount=_thin_flops),
     *_attention_kernels("attention", _attention, _short_attention, 1.0, 4),
     *_attention_kernels("autopar.attention_backward", _attention_backward, _short_attention_backward, 2.5, 8),
-    Kernel("aten.convolution", "flops", _convolution, (4, 16, 64, 128)),
-    Kernel("aten.convolution_backward", "flops", _convolution_backward, (4, 16, 64, 128)),
+    Kernel("aten.convolution", "flops", _convolution, CONVOLVED),
+    Kernel("aten.convolution_backward", "flops", _convolution_backward, CONVOLVED),
     Kernel("memory", "bytes", _streaming(aten.add.Tensor, 2), (*STREAMED, 2**24)),
     Kernel("aten.sum", "bytes", _streaming(lambda x: aten.sum.dim_IntList(x, [0]), 1, 0.0), STREAMED),
     Kernel("aten.amax", "bytes", _streaming(lambda x: aten.amax.default(x, [1], True), 1, 0.0), STREAMED),
@@ -281,20 +293,26 @@ class Run:
 
 
 def runs(device: torch.device, largest: int) -> Iterator[Run]:
-    """Yield every kernel at every size up to ``largest`` elements and every dtype."""
+    """Yield every kernel at every size up to ``largest`` elements and every dtype.
+
+    A GPU takes larger sizes too, since it computes the others within its latency, and half precision, which has other
+    kernels for what contracts. It overlaps products with what they read and write, so no curve is separated into both.
+    """
     on_gpu = device.type == "cuda"
     for kernel in KERNELS:
-        matmul = kernel.kind == "matmul"
-        squared = kernel.kind.startswith("matmul")
-        halves = (torch.float16,) if on_gpu and matmul else ()
-        sizes = (*kernel.sizes, 2048, 4096, 8192) if on_gpu and matmul else kernel.sizes
-        elements = 2 if squared else 1
-        for dtype in (*kernel.dtypes, *halves):
+        if on_gpu and kernel.kind.endswith(TRAFFIC):
+            continue
+        halves = HALVES if on_gpu and kernel.unit == "flops" else ()
+        sizes = (*kernel.sizes, *LARGER[kernel.sizes]) if on_gpu else kernel.sizes
+        elements = 2 if kernel.kind.startswith("matmul") else 1
+        for dtype in dict.fromkeys((*kernel.dtypes, *halves)):
             yield from (Run(kernel, dtype, size) for size in sizes if size**elements <= largest)
 
 
-ROTATED_BYTES = 2**25
-"""Bytes of all sets of operands that a `Rotation` cycles through."""
+def rotated_bytes(device: torch.device) -> int:
+    """Return the bytes of all sets of operands that a `Rotation` cycles through, beyond what the caches hold."""
+    return 2**28 if device.type == "cuda" else 2**25
+
 
 MOST_SETS = 32
 """Most sets of operands of a `Rotation`."""
@@ -325,7 +343,7 @@ def rotation(run: Run, device: torch.device) -> Made:
     """Return a function that runs the kernel on cycling operands, and its amount."""
     first, amount = run.kernel.make(run.size, run.dtype, device)
     per_set = amount if run.kernel.unit == "bytes" else 8.0 * run.size**2
-    sets = min(max(int(ROTATED_BYTES / per_set), 2), MOST_SETS)
+    sets = min(max(int(rotated_bytes(device) / per_set), 2), MOST_SETS)
     calls = [first, *(run.kernel.make(run.size, run.dtype, device)[0] for _ in range(sets - 1))]
     return Rotation.of(calls), amount
 

@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from autopar._torch import keep_gpu_busy
+
 MINIMUM_BATCH_S = 2e-4
 """Least seconds of a batch of calls, long enough that reading the clock and starting together do not matter."""
+
+AHEAD_S = 2e-3
+"""Seconds for which a GPU is kept busy at first while the host launches what is timed on the device."""
+
+QUEUED = 256
+"""Most calls of a batch that is timed on the device, whose queue of launches has to hold them all."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Stopwatch:
         budget_s: seconds to repeat one function for, on the slowest rank.
         most: most batches; ``least`` is the fewest, however long they take.
         quantile: the quantile of the batches' times that counts.
+        on_device: read the GPU's clock instead, between the first and the last of the calls, which the host launches
+            ahead. In a program a kernel costs that, as long as the host keeps ahead.
     """
 
     device: torch.device
@@ -59,12 +69,13 @@ class Stopwatch:
     clock: Callable[[], float] = time.perf_counter
     quantile: float = 0.5
     allowance: Allowance = field(default_factory=Allowance)
+    on_device: bool = False
 
     def time(self, function: Callable[[], object]) -> Timing:
         """Call ``function`` repeatedly, equally often on every rank, so that it may contain collectives."""
         self._batch(function, 1)
         once = self._slowest([self._batch(function, 1)])[0]
-        calls = max(1, int(MINIMUM_BATCH_S / once))
+        calls = min(max(1, int(MINIMUM_BATCH_S / once)), QUEUED)
         if calls > 1:
             once = self._slowest([self._batch(function, calls)])[0]
         batches = self._repetitions(once * calls)
@@ -97,12 +108,33 @@ class Stopwatch:
 
     def _batch(self, function: Callable[[], object], calls: int) -> float:
         """Return the mean seconds of ``calls`` calls."""
+        if self.on_device:
+            return self._device_batch(function, calls)
         self._synchronize()
         start = self.clock()
         for _ in range(calls):
             function()
         self._synchronize()
         return max(self.clock() - start, 1e-9) / calls
+
+    def _device_batch(self, function: Callable[[], object], calls: int) -> float:
+        """Return the mean device seconds of ``calls`` calls, repeated until the host launched all of them ahead."""
+        function()
+        ahead_s = AHEAD_S
+        while True:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._synchronize()
+            begun = time.perf_counter()
+            keep_gpu_busy(2 * ahead_s)
+            start.record()
+            for _ in range(calls):
+                function()
+            end.record()
+            launched_s = time.perf_counter() - begun
+            end.synchronize()
+            if launched_s <= ahead_s:
+                return float(max(start.elapsed_time(end) / 1e3, 1e-9)) / calls
+            ahead_s = 2 * launched_s
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

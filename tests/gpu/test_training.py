@@ -50,7 +50,10 @@ def test_a_step_computes_what_the_model_does(name, backend) -> None:
     """Against the model in float64 on the CPU."""
     model, inputs = ZOO[name].made(torch.float32)
     exact = {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()}
-    wanted, expected = gradients(copy.deepcopy(model).double(), exact)
+    reference = copy.deepcopy(model).double()
+    if hasattr(reference, "set_experts_implementation"):
+        reference.set_experts_implementation("eager")  # torch's grouped products take no float64
+    wanted, expected = gradients(reference, exact)
     inputs = {k: t.cuda() for k, t in inputs.items()}
     parallel = autopar.autoparallelize(model.cuda(), inputs, mesh=(1,), backend=backend)
     assert parallel.plan.kernels

@@ -87,7 +87,7 @@ def make_plan(
         baselines=planned.baselines,
         trace=planned.trace,
         host_memory=program.host_bytes + _state_on_host(program, graph, mesh, options),
-        facts=gather_facts(planned, graph, mesh, cluster, replace(options, device=cluster.device.kind)),
+        facts=gather_facts(planned, graph, mesh, cluster, replace(options, device=cluster.device.kernels)),
         _explain=_explainer(planned, graph, mesh, cluster, options),
     )
 

@@ -65,6 +65,44 @@ def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
     return max(making + mask - op.written, mask + copied, again)
 
 
+def _flash_on_gpu(op: LocalOp, q: int, masked: bool, ends_alike: bool) -> int | None:
+    """Return the bytes that torch's flash kernel for GPUs takes besides the results; None if it is not used.
+
+    The backward adds up the gradient of the queries in single precision, where heads share keys it makes those of keys
+    and values for every head, and it copies the output and its gradient unless the rows of all heads lie together. A
+    result is laid out like its operand, and copied if that is not contiguous.
+
+    Args:
+        ends_alike: whether the last of the queries reads all keys, as the kernel's causal mask has it.
+    """
+    (x, size), (k, _), (v, _) = op.operands[q : q + 3]
+    (b, h, s, d), (_, g, t, _) = x.shape, k.shape
+    supported = size == 2 and d % 8 == 0 and d <= 256 and d == v.shape[3] and x.numel * k.numel > 0
+    plain = not masked and not op.node.kwarg("dropout_p") and (ends_alike or not op.node.kwarg("is_causal"))
+    if op.device != "cuda" or not supported or not plain:
+        return None
+    width = -(-d // 32) * 32 if d <= 192 else 256
+    if q:
+        rows = -(-s // 128) * 128
+        working = b * h * rows * (width + 1) * 4 + (2 * b * h * t * d * size if g != h else 0)
+        working += sum(op.nbytes(y) for y in (op.operands[0], op.operands[4 + masked]) if y[0] != _by_rows(y[0].shape))
+    else:
+        working = b * h * s * (width + 1) * 4 * _splits(b * h * -(-s // 64), t)
+    copied = sum(op.nbytes(y) for y in op.operands[: q + 3] if not _in_rows(y[0]))
+    like = op.operands[q : q + 3]
+    laid = [pointwise_layout([y if _in_rows(y) else contiguous(y.shape)], y.shape) for y, _ in like]
+    again = sum(
+        op.nbytes(r) for r, made in zip(op.results[: 3 if q else 1], laid, strict=False) if not made.is_contiguous
+    )
+    return copied + max(working, again) + SCALARS
+
+
+def _splits(blocks: int, keys: int) -> int:
+    """Return at most how many parts of the keys the kernel takes by themselves to keep all processors of a GPU busy;
+    0 where it takes all together, as it does when the blocks of queries alone nearly fill the GPU."""
+    return 0 if blocks >= PROCESSORS else min(128, -(-keys // 64), -(-3 * PROCESSORS // blocks))
+
+
 def _in_rows(x: Layout) -> bool:
     return x.is_contiguous or x.strides[-1] == 1
 
@@ -73,6 +111,10 @@ def _by_rows(shape: tuple[int, ...]) -> Layout:
     """Return the layout of [batch, heads, rows, ...] that lies in memory as [batch, rows, heads, ...]."""
     order = (0, 2, 1, *range(3, len(shape)))
     return permuted(contiguous(tuple(shape[i] for i in order)), order)
+
+
+PROCESSORS = 320
+"""Blocks of queries that run at a time on the largest GPU: two on each multiprocessor."""
 
 
 def _has_mask(op: LocalOp, position: int) -> bool:
@@ -85,10 +127,16 @@ def _attention(op: LocalOp) -> int:
     if (loan := _loan(op)) is not None:
         return _balanced(op, loan, 0, _attention_by_rows)
     flash = _flash(op, 0, _has_mask(op, 3))
-    return _attention_by_rows(op) if flash is None else flash
+    return _attention_by_rows(op, _all_rows(op, 0)) if flash is None else flash
 
 
-def _attention_by_rows(op: LocalOp) -> int:
+def _all_rows(op: LocalOp, q: int) -> bool:
+    return op.operands[q][0].shape[2] == op.operands[q + 1][0].shape[2]
+
+
+def _attention_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
+    if (flash := _flash_on_gpu(op, 0, _has_mask(op, 3), ends_alike)) is not None:
+        return flash
     a = _Scores.of(op, 0)
     converted = sum(x.numel * 4 for x, size in op.operands[:3] if size < 4)
     weights = a.block * (a.wide + (a.wide + 9 if a.dropout else 1))
@@ -99,7 +147,7 @@ def _attention_backward(op: LocalOp) -> int:
     if (loan := _loan(op)) is not None:
         return _balanced(op, loan, 1, _backward_by_rows)
     flash = _flash(op, 1, _has_mask(op, 4))
-    return _backward_by_rows(op) if flash is None else flash
+    return _backward_by_rows(op, _all_rows(op, 1)) if flash is None else flash
 
 
 def _loan(op: LocalOp) -> Loan | None:
@@ -143,7 +191,9 @@ def _with_rows(x: Layout, rows: int | None) -> Layout:
     return x if rows is None else contiguous((*x.shape[:2], rows, *x.shape[3:]))
 
 
-def _backward_by_rows(op: LocalOp) -> int:
+def _backward_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
+    if (flash := _flash_on_gpu(op, 1, _has_mask(op, 4), ends_alike)) is not None:
+        return flash
     a = _Scores.of(op, 1)
     halves = op.operands[1][1] < 4
     converted = sum(op.operands[i][0].numel * 4 for i in (0, 1, 2, 3)) + a.b * a.h * a.s * a.e * 4 if halves else 0

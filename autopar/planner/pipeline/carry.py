@@ -36,7 +36,7 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
     """
     chunked = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
     graph = max(graph, chunked, key=lambda form: _shared(planned, form))
-    options = replace(options, device=cluster.device.kind)
+    options = replace(options, device=cluster.device.kernels)
     forced = resolve(graph, mesh, options.constraints, options.aliases)
     d = decide(graph, mesh, options, forced, recompute=planned.decisions.recomputes)
     prices, budget = Prices(mesh, cluster, options.backend, options.decomposed), budget_bytes(cluster, options)

@@ -464,7 +464,7 @@ class _PipelineSearch:
         program = shared(planned.program, graph) if options.held_batches > 1 else planned.program
         if program is planned.program:
             return planned
-        memory = profile(program, graph, self.stage_mesh, replace(options, device=self.stage_cluster.device.kind))
+        memory = profile(program, graph, self.stage_mesh, replace(options, device=self.stage_cluster.device.kernels))
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
     def _stage(self, whole: _Whole, stage: Stage, options: Options) -> Planned:

@@ -117,7 +117,7 @@ def plan_graph(
         AutoparError: ``options.search`` is no search.
     """
     phases = _phases(options.search, before or {})
-    options = replace(options, device=cluster.device.kind)
+    options = replace(options, device=cluster.device.kernels)
     with limited(options.time_limit_s):
         return _planned(graph, mesh, cluster, options, progress or (lambda _: None), phases, compare=compare)
 
