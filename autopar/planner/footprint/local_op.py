@@ -20,11 +20,7 @@ SCALARS = 64
 """Bytes of the 0-dim tensors that Python numbers become in between."""
 
 
-BLOCKS = {
-    "cpu": (1 << 21, 1 << 18, 1 << 17),
-    "cuda": (1 << 27, 1 << 26, 1 << 26),
-    "cuda without flash": (1 << 27, 1 << 26, 1 << 26),
-}
+BLOCKS = {"cpu": (1 << 21, 1 << 18, 1 << 17), "cuda": (1 << 27, 1 << 26, 1 << 26)}
 """Elements that attention, cross-entropy and random numbers work on at a time, by kind of device; as in
 ``autopar.ops``."""
 
@@ -48,8 +44,9 @@ class LocalOp:
     at: tuple[int, ...]
 
     @property
-    def on_gpu(self) -> bool:
-        return self.device != "cpu"
+    def kind(self) -> str:
+        """The torch device type of ``device``, which may say more of its kernels."""
+        return self.device.split()[0]
 
     @cached_property
     def call(self) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:

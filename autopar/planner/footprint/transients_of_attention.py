@@ -29,7 +29,7 @@ class _Scores:
     @staticmethod
     def of(op: LocalOp, q: int) -> _Scores:
         (b, h, s, d), (t, e) = op.operands[q][0].shape, (op.operands[q + 1][0].shape[2], op.operands[q + 2][0].shape[3])
-        rows = min(s, max(1, BLOCKS[op.device][0] // max(1, b * h * t)))
+        rows = min(s, max(1, BLOCKS[op.kind][0] // max(1, b * h * t)))
         return _Scores(b, h, s, t, d, e, rows, wide(op.operands[q][1]), bool(op.node.kwarg("dropout_p")))
 
     @property

@@ -35,7 +35,7 @@ def _random(op: LocalOp) -> int:
     The first are runs of elements that are neighbours in the whole tensor. The second are words of random bits, what
     they are mixed with, and the numbers or masks that they become.
     """
-    (made, size), block = op.results[0], BLOCKS[op.device][2]
+    (made, size), block = op.results[0], BLOCKS[op.kind][2]
     whole, cut, n = op.node.kwarg("global_shape", ()), len(made.shape), 1
     assert isinstance(whole, tuple)
     while cut and (n == math.prod(whole[cut:]) or made.shape[cut - 1] == 1):  # type: ignore[arg-type]

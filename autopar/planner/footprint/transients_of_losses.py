@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.planner.footprint.layouts import Layout
 from autopar.planner.footprint.local_op import BLOCKS, SCALARS, Formulas, LocalOp, wide
 
-CHUNKS = {"cpu": 1 << 22, "cuda": 1 << 26, "cuda without flash": 1 << 26}
+CHUNKS = {"cpu": 1 << 22, "cuda": 1 << 26}
 LEAST_CLASSES = 128
 """Logits of a chunk (``CHUNKS``), and the least number of its classes; as in ``autopar.ops.linear_nll``."""
 
@@ -17,12 +17,12 @@ def _rows_of(x: Layout) -> int:
 def _class_block(op: LocalOp, x: tuple[Layout, int]) -> int:
     """Return the elements of the logits that are worked on at a time."""
     v = max(1, x[0].shape[-1])
-    return min(_rows_of(x[0]), max(1, BLOCKS[op.device][1] // v)) * v
+    return min(_rows_of(x[0]), max(1, BLOCKS[op.kind][1] // v)) * v
 
 
 def _by_kernel(op: LocalOp, x: tuple[Layout, int]) -> bool:
     """Whether a Triton kernel reads the logits, and makes nothing but its result."""
-    return op.on_gpu and x[1] <= 4 and x[0].is_contiguous
+    return op.kind == "cuda" and x[1] <= 4 and x[0].is_contiguous
 
 
 def _sumexp(op: LocalOp) -> int:
@@ -69,7 +69,7 @@ def _nll_backward(op: LocalOp) -> int:
 def _chunk(op: LocalOp, x: Layout, classes: int) -> int:
     """Return the number of logits in a chunk of classes."""
     rows = _rows_of(x)
-    step = max(LEAST_CLASSES, CHUNKS[op.device] // max(1, rows) // LEAST_CLASSES * LEAST_CLASSES)
+    step = max(LEAST_CLASSES, CHUNKS[op.kind] // max(1, rows) // LEAST_CLASSES * LEAST_CLASSES)
     return rows * min(step, classes)
 
 
@@ -78,8 +78,8 @@ def _linear_nll(op: LocalOp) -> int:
     chunk, rows = _chunk(op, x, weight.shape[0]), _rows_of(x)
     weights = _class_weights(op, 3, size)
     smoothed = bool(op.call[2].get("each") or weights)
-    kernel = op.on_gpu and size <= 4 and not (smoothed and size < 4)
-    block = 0 if kernel else min(chunk, max(rows and chunk // rows, BLOCKS[op.device][1])) * wide(size)
+    kernel = op.kind == "cuda" and size <= 4 and not (smoothed and size < 4)
+    block = 0 if kernel else min(chunk, max(rows and chunk // rows, BLOCKS[op.kind][1])) * wide(size)
     copy = 0 if x.is_contiguous else x.numel * size
     shares = rows * 2 * wide(size) if weights else 0
     return (
@@ -95,8 +95,8 @@ def _linear_nll_backward(op: LocalOp) -> int:
     (x, size), (weight, _) = op.operands[1:3]
     mask, rows = op.call[2]["mask"], _rows_of(x)
     chunk = _chunk(op, x, weight.shape[0])
-    kernel = op.on_gpu and size <= 4
-    block = min(chunk, max(rows and chunk // rows, BLOCKS[op.device][1])) * 4 if size < 4 and not kernel else 0
+    kernel = op.kind == "cuda" and size <= 4
+    block = min(chunk, max(rows and chunk // rows, BLOCKS[op.kind][1])) * 4 if size < 4 and not kernel else 0
     copy = 0 if x.is_contiguous else x.numel * size
     summed = x.numel * 4 if size < 4 and mask[0] else 0
     weights = _class_weights(op, 5, size)

@@ -100,7 +100,7 @@ def _experts_mm(op: LocalOp) -> int:
     (rows, size), (weight, _), (ids, _) = op.operands
     if not ids.numel or not weight.numel:
         return 0
-    places = ids.numel * (4 if op.on_gpu else 1) * POSITION_BYTES + weight.shape[0] * 4
+    places = ids.numel * (4 if op.kind == "cuda" else 1) * POSITION_BYTES + weight.shape[0] * 4
     taken = ids.numel * rows.shape[-1] * size
     return max(_sorting(ids.numel, weight.shape[0]) - op.written, places + max(taken, op.written))
 

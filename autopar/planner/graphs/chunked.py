@@ -192,7 +192,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     rows, x_meta = graph.meta(Value(loss.nll.name)), (moved[x.node].outputs[0] if moved else graph.meta(x))
     target, *weights = loss.nll.inputs[2:]
     forward = Node(
-        _unused_name("linear_nll", names),
+        unused_name("linear_nll", names),
         "autopar.linear_nll.default",
         (x, table, loss.bias, target, *weights),
         tuple(k for k in loss.nll.kwargs if k[0] != "offset"),
@@ -209,7 +209,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
         None if of_bias is None else of_bias.outputs[0],
     )
     backward = Node(
-        _unused_name("linear_nll_backward", names | {forward.name}),
+        unused_name("linear_nll_backward", names | {forward.name}),
         "autopar.linear_nll_backward.default",
         (loss.backward.inputs[0], x, table, loss.bias, lse, target, *weights),
         (*loss.backward.kwargs, ("mask", tuple(m is not None for m in made))),
@@ -227,7 +227,7 @@ def _rewritten(graph: Graph, loss: _Loss) -> Graph:
     replacements |= {Value(g.name): v for g, v in zip(loss.gradients, results, strict=True) if g is not None}
     placed = moved | {loss.nll.name: forward, loss.backward.name: backward}
     nodes = tuple(
-        placed[n.name] if n.name in placed else _with_operands(n, replacements)
+        placed[n.name] if n.name in placed else with_operands(n, replacements)
         for n in graph.nodes
         if n.name in placed or n.name not in loss.nodes
     )
@@ -244,7 +244,7 @@ def _reshaped(node: Node, operand: Value, width: int) -> Node:
     return replace(node, args=(operand, *args), outputs=(TensorMeta((*meta.shape[:-1], width), meta.dtype),))
 
 
-def _with_operands(node: Node, replacements: Mapping[Value, Value]) -> Node:
+def with_operands(node: Node, replacements: Mapping[Value, Value]) -> Node:
     if not any(v in replacements for v in node.inputs):
         return node
 
@@ -256,7 +256,7 @@ def _with_operands(node: Node, replacements: Mapping[Value, Value]) -> Node:
     return replace(node, args=tuple(map(moved, node.args)), kwargs=tuple((k, moved(v)) for k, v in node.kwargs))
 
 
-def _unused_name(name: str, taken: set[str]) -> str:
+def unused_name(name: str, taken: set[str]) -> str:
     found, count = name, 0
     while found in taken:
         count += 1

@@ -302,7 +302,7 @@ class _Finder:
                 return None
             reads.append(("beside", beside))
         writes = [("input_gradient", result)]
-        summed = self._weight_gradient(grad, hat)
+        summed = self._weight_gradient(grad, hat, root)
         if summed:
             nodes += summed
             writes.append(("weight_gradient", Value(summed[-1].name, 0)))
@@ -345,16 +345,30 @@ class _Finder:
                 return [*nodes, scaled, *between], (wide, x), total, beside
         return None
 
-    def _weight_gradient(self, grad: Value, hat: Value) -> list[Node]:
-        """Match ``grad * hat``, summed over all dims but the last and viewed as a vector."""
-        products = [n for n in self.readers(grad, "aten.mul") if set(n.inputs) == {grad, hat}]
+    def _weight_gradient(self, grad: Value, hat: Value, root: _RmsRoot) -> list[Node]:
+        """Match ``grad * hat``, summed over all dims but the last and viewed as a vector. ``hat`` may be made again
+        (``remade``)."""
+        again = self._made_again(root)
+        hats = {hat, *(Value(nodes[-1].name, 0) for nodes in again)}
+        products = [n for n in self.readers(grad, "aten.mul") if any(set(n.inputs) == {grad, h} for h in hats)]
         summed = self.only_reader(Value(products[0].name, 0), "aten.sum") if products else None
         seen = self.only_reader(Value(summed.name, 0), "aten.view") if summed else None
         if summed is None or seen is None:
             return []
         lead = tuple(range(len(self.graph.meta(grad).shape) - 1))
         vector = self.graph.meta(Value(seen.name, 0)).shape == (self.graph.meta(grad).shape[-1],)
-        return [products[0], summed, seen] if summed.args[1:] == (lead, True) and vector else []
+        remade = next((nodes for nodes in again if Value(nodes[-1].name, 0) in products[0].inputs), [])
+        return [*remade, products[0], summed, seen] if summed.args[1:] == (lead, True) and vector else []
+
+    def _made_again(self, root: _RmsRoot) -> list[list[Node]]:
+        """Return the ops of the backward that make the normalized rows again, as a product and as a cast of it."""
+        products = [
+            n
+            for n in self.readers(root.rstd, "aten.mul")
+            if n.phase == "backward" and set(n.inputs) == {root.x, root.rstd}
+        ]
+        casts = [[n, c] for n in products for c in self.readers(Value(n.name, 0), "aten._to_copy")]
+        return [*([n] for n in products), *casts]
 
     def _in_order(self, nodes: Sequence[Node]) -> tuple[str, ...]:
         return tuple(sorted((n.name for n in nodes), key=self.graph.order.__getitem__))

@@ -21,6 +21,7 @@ from autopar.planner.problem.restricted import solve_sliced
 from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.search.candidates import Candidate, budget_bytes
 from autopar.planner.search.fitting import scheduled
+from autopar.planner.search.forms import for_kernels
 from autopar.planner.search.search import Planned
 from autopar.solver import Solution, fold
 
@@ -34,6 +35,7 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
 
     What is not decided in ``planned``, such as the spec of what crosses a seam, is decided anew.
     """
+    graph = for_kernels(graph, cluster, options.backend)
     chunked = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
     graph = max(graph, chunked, key=lambda form: _shared(planned, form))
     options = replace(options, device=cluster.device.kernels)

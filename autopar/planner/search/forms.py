@@ -21,6 +21,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
+from autopar.planner.graphs.remade import with_remade_values
 from autopar.planner.graphs.routed import room_of, with_routed_experts
 from autopar.planner.options import Options
 from autopar.planner.search.phases import Reruns
@@ -46,6 +47,7 @@ def plan_forms(
         InfeasibleError, ConstraintError: see there.
     """
     room = options.room
+    graph = for_kernels(graph, cluster, options.backend)
     routed = with_routed_experts(graph, room) if room is not None and _may_route(mesh, options) else graph
     first, other = (graph, routed) if str(options.search).startswith("baseline:") else (routed, graph)
     try:
@@ -54,6 +56,11 @@ def plan_forms(
         if other is first:
             raise
         return _plan_losses(other, mesh, cluster, options, progress)
+
+
+def for_kernels(graph: Graph, cluster: Cluster, backend: str) -> Graph:
+    """Return ``graph`` as the kernels of the device read it, where they run."""
+    return with_remade_values(graph) if cluster.device.kind == "cuda" and backend != "inductor" else graph
 
 
 def _may_route(mesh: Mesh, options: Options) -> bool:
@@ -131,10 +138,10 @@ def _least_bytes(error: InfeasibleError) -> float:
 def as_planned(graph: Graph, digest: str, program: Program) -> Graph:
     """The form of ``graph`` that a plan knows by this digest; of another size of its range, that whose nodes its
     program runs. Itself where the plan is for neither."""
-    graphs = (graph, with_routed_experts(graph, room_of(program)))
+    graphs = (with_remade_values(graph), graph)
     forms = [
         form
-        for own in graphs
+        for own in (*graphs, *(with_routed_experts(g, room_of(program)) for g in graphs))
         for form in (own, *(with_chunked_losses(own, least) for least in (*CHUNKS.values(), ALL)))
     ]
     nodes = {op.node for op in program.ops if op.kind == "compute"}
