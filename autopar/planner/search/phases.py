@@ -155,6 +155,7 @@ class KnownShardings:
         enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
         tried: set[tuple[object, ...]] = set()
         for seconds, still in self.lean_first(search, state):
+            until = min(until, state.worth_until(search))
             if now() > (until if state.best is None else enough) or state.is_done(search):
                 break
             if seconds > state.cost or (seconds == state.cost and state.best is not None) or still in tried:
@@ -264,7 +265,7 @@ class Joint:
         seeds = (*_choices(state.best, objective), *state.near)
         weigh = self.per_option
         for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
-            began = now()
+            began, until = now(), min(until, state.worth_until(search))
             if until - began <= settings.LEAST_ROUND * state.round_s or state.is_done(search):
                 break
             gap = state.wanted_gap(search)
@@ -373,6 +374,8 @@ class Exact:
 
     def applies(self, search: Search, state: SearchState) -> bool:
         if state.joint is None or not (search.one_device or search.options.search == "two-stage"):
+            return False
+        if state.is_done(search):
             return False
         return len(state.joint.decisions.variables) <= settings.EXACT_MOST
 

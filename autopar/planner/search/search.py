@@ -197,7 +197,7 @@ def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> S
             until = now() + search.smallest_peak_s
         else:
             reserved = 0.0 if math.isfinite(state.cost) or state.free is None else search.smallest_peak_s
-            until = search.ends - reserved
+            until = min(search.ends - reserved, state.worth_until(search))
         if now() >= until and state.free is not None:
             continue
         state = phase.run(search, state, until)

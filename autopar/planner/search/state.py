@@ -198,6 +198,11 @@ class SearchState:
             return search.options.gap
         return max(search.options.gap, (now() - search.began) / (search.options.training_steps * step_s))
 
+    def worth_until(self, search: Search) -> float:
+        """When a run of ``options.training_steps`` steps can gain no more than the search will have cost."""
+        left_s = self.cost - self.bound
+        return search.began + search.options.training_steps * left_s if math.isfinite(left_s) and left_s else math.inf
+
     def is_done(self, search: Search) -> bool:
         """Whether what is left to gain is worth less than the search."""
         return self.cost - self.bound <= self.wanted_gap(search) * self.cost if math.isfinite(self.cost) else False
