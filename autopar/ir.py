@@ -294,6 +294,12 @@ class Graph:
         return {n.name: kind(n) for n in self.nodes}
 
     @cached_property
+    def turn(self) -> int:
+        """Position of the backward's first op; the number of nodes where there is none."""
+        ops = (i for i, n in enumerate(self.nodes) if n.phase == "backward" and n.op != "placeholder")
+        return next(ops, len(self.nodes))
+
+    @cached_property
     def order(self) -> Mapping[str, int]:
         """The position of each node by name."""
         return {n.name: i for i, n in enumerate(self.nodes)}

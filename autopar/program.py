@@ -5,7 +5,7 @@ Step time, peak memory, the emitted source and the executed graph all come from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -159,6 +159,11 @@ class Program:
     once: tuple[str, ...] = ()
 
     @cached_property
+    def turn(self) -> int:
+        """Position of the backward's first op; the number of ops where there is none."""
+        return turn_of(self.ops)
+
+    @cached_property
     def tensors(self) -> Mapping[str, LocalTensor]:
         return {t.name: t for op in self.ops for t in op.writes}
 
@@ -222,3 +227,8 @@ class Program:
 
 AGAIN = "|again"
 """Suffix in names of ops and tensors that the backward recomputes."""
+
+
+def turn_of(ops: Sequence[Op]) -> int:
+    """Return the position of the backward's first op, inputs aside; the number of ops where there is none."""
+    return next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))

@@ -236,18 +236,12 @@ class _Sweep:
         return self._profile()
 
     @cached_property
-    def backward(self) -> int:
-        """Position of the backward's first op."""
-        ops = self.program.ops
-        return next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
-
-    @cached_property
     def events(self) -> list[_Event]:
         """Every wait and op in the order in which they run."""
         order: list[_Event] = []
         pending: dict[str, int] = {}
         for at, op in enumerate(self.program.ops):
-            if at == self.backward:
+            if at == self.program.turn:
                 order += [_Event(at, name) for name in self._waited_at_end(pending)]
                 pending.clear()
             if op.kind != "input":
@@ -334,9 +328,11 @@ class _Sweep:
         name, cut = tensor.name, not tensor.spec.is_replicated
         self.layouts[name] = self._local(tensor)
         if self.graph.comes_from_stage(meaning):
-            self._allocate(name, self._bytes(tensor), self.op_at.get(self.backward, 0) if op.phase == "backward" else 0)
+            self._allocate(
+                name, self._bytes(tensor), self.op_at.get(self.program.turn, 0) if op.phase == "backward" else 0
+            )
         elif meaning.kind == "tangent":
-            start, end = self.op_at.get(self.backward, 0), self.last_event
+            start, end = self.op_at.get(self.program.turn, 0), self.last_event
             whole = is_plain_output(self.graph, tensor.meta, self.options)
             self._allocate(name, self._bytes(tensor), start, start if whole and cut else end)
             if whole and cut:  # autograd holds the caller's gradient, of which the program takes a part
@@ -455,7 +451,7 @@ class _Sweep:
         return self.known[key]
 
     def _assign_kinds(self) -> None:
-        start, end = self.op_at.get(self.backward, len(self.events)), len(self.events) - 1
+        start, end = self.op_at.get(self.program.turn, len(self.events)), len(self.events) - 1
         for shared_by_all in self._stored(self.program.held_once):
             shared_by_all.last = max(shared_by_all.last, self.last_event)
         for output, name in self.program.results:
@@ -531,7 +527,7 @@ class _Sweep:
     @property
     def saved_bytes(self) -> int:
         """Bytes that the forward keeps for the backward of one micro-batch, once the sweep has run."""
-        turn = self.op_at.get(self.backward, len(self.events))
+        turn = self.op_at.get(self.program.turn, len(self.events))
         once = set(map(id, self._stored(self.program.held_once)))
         kept = (a for a in self.allocations.values() if a.kind in ("activations", "inputs") and id(a) not in once)
         return sum(a.nbytes for a in kept if a.first < turn <= a.last)

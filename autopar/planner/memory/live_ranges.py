@@ -63,7 +63,7 @@ def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
         holds: count what is held for the backward for as long as these ranges say.
     """
     graph, at = d.graph, d.graph.order
-    turn = next((i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder"), len(at))
+    turn = graph.turn
     first, last = _backward_reads(graph, at)
     mutated = {o.value: turn - 1 for o in graph.outputs if o.kind == "mutation"}
     returned = dict.fromkeys(d.returned, turn - 1) | dict.fromkeys(d.kept_by_caller, len(at))

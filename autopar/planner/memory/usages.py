@@ -85,8 +85,7 @@ class MemoryUsages:
 
     def _kept(self) -> list[int]:
         """Return the indices of what is kept from the forward for the backward of one micro-batch."""
-        nodes = self.d.graph.nodes
-        turn = next((i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder"), len(nodes))
+        turn = self.d.graph.turn
         there = np.flatnonzero((self.first < turn - BEFORE) & (turn - BEFORE <= self.last)).tolist()
         fixed = fixed_nodes(self.d.graph)
         return [i for i in there if _is_per_micro_batch(self.d.variables[self.variables[i]], fixed)]

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from autopar.cost_models import BUCKETED
 from autopar.ir import FLOATS, Phase
 from autopar.planner.footprint.collective_buffers import SUMMED
-from autopar.program import LocalTensor, Op, Program
+from autopar.program import LocalTensor, Op, Program, turn_of
 
 Kind: TypeAlias = Literal["early", "middle", "late"]
 
@@ -139,7 +139,7 @@ def _is_wait(op: Op, launched: set[str]) -> bool:
 
 
 def _phases(fixed: Sequence[Op]) -> tuple[dict[Phase, int], dict[Phase, int]]:
-    turn = next((i for i, op in enumerate(fixed) if op.phase == "backward" and op.kind != "input"), len(fixed))
+    turn = turn_of(fixed)
     start = next((i for i, op in enumerate(fixed) if op.kind != "input"), len(fixed))
     return {"forward": min(start, turn), "backward": turn}, {"forward": turn, "backward": len(fixed)}
 

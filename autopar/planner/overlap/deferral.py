@@ -29,7 +29,7 @@ end."""
 def deferred(program: Program, graph: Graph) -> tuple[Op, ...]:
     """Return the ops of ``program``, with what hangs beside the backward's chain behind the collectives of the
     chain."""
-    begin = _backward_from(program)
+    begin = program.turn
     ops = program.ops[begin:]
     links = _links(ops, graph)
     if not links:
@@ -39,12 +39,7 @@ def deferred(program: Program, graph: Graph) -> tuple[Op, ...]:
 
 def may_defer(program: Program, graph: Graph) -> bool:
     """Whether anything can be deferred: the backward's chain has collectives."""
-    return bool(_links(program.ops[_backward_from(program) :], graph))
-
-
-def _backward_from(program: Program) -> int:
-    ops = program.ops
-    return next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
+    return bool(_links(program.ops[program.turn :], graph))
 
 
 def _links(ops: Sequence[Op], graph: Graph) -> set[str]:

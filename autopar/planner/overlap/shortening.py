@@ -83,7 +83,7 @@ def shortened(program: Program, share: float) -> Shortened | None:
         share: the largest share of the layers whose collectives go in one launch.
     """
     ops = program.ops
-    turn = next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
+    turn = program.turn
     runs = {"forward": _repeated(ops, 0, turn), "backward": _repeated(ops, turn, len(ops))}
     found = [run for run in runs.values() if run is not None]
     if not found:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from autopar.mesh import Link
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.problem.variables import Decisions, Variable
-from autopar.program import Op, Program
+from autopar.program import Op, Program, turn_of
 from autopar.solver import Usage
 from autopar.strategies import flops
 
@@ -153,7 +153,7 @@ def _wait(op: Op) -> Op:
 
 def _begin_fetches(ops: Sequence[Op]) -> list[Op]:
     """Move fetches up, from the last to the first, to where the computation until their reader hides them."""
-    backward = next((i for i, op in enumerate(ops) if op.phase == "backward" and op.kind != "input"), len(ops))
+    backward = turn_of(ops)
     placed: list[Op] = []
     waiting: list[tuple[float, Op]] = []
     now_s = needed_s = 0.0  # counted back from the end of the step

@@ -29,8 +29,7 @@ def with_parts_copied(program: Program, prices: Prices, timeline: Sequence[int],
     Args:
         timeline: the bytes that are held while each op runs.
     """
-    turn = next((i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input"), None)
-    wholes = sorted(_wholes(program, turn), key=lambda w: -w.freed) if turn is not None else []
+    wholes = sorted(_wholes(program, program.turn), key=lambda w: -w.freed)
     over = np.array(timeline[: len(program.ops)], dtype=np.float64) - budget
     copies: dict[int, list[Op]] = {}
     for whole in wholes:

@@ -30,7 +30,7 @@ def place_waits(program: Program, overlap: float, later: float = 0.0) -> Program
     positions = [at for at, op in enumerate(program.ops) if op.name in starts]
     times = [starts[program.ops[at].name] for at in positions]
     read = program.first_read
-    turn = next((i for i, op in enumerate(program.ops) if op.phase == "backward" and op.kind != "input"), 0)
+    turn = program.turn
     waits: dict[int, list[Op]] = {}
     for at, op in enumerate(program.ops):
         if not op.is_collective or op.step is None or op.step.kind == "all_reduce":
