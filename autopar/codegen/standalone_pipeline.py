@@ -27,10 +27,11 @@ from autopar.codegen.standalone import (
 )
 from autopar.ir import Input, Output, TensorMeta, Value
 from autopar.pipelines.actions import Schedule
+from autopar.pipelines.messages import Traffic
 from autopar.pipelines.request import AXIS
 from autopar.sharding.spec import ShardingSpec
 from autopar.spmd.lowered import Key
-from autopar.spmd.pipeline.links import Links, Mailbox, Traffic
+from autopar.spmd.pipeline.links import Links, Mailbox
 from autopar.spmd.pipeline.loop import Loop, joined
 from autopar.spmd.pipeline.stage import Parts, StagePrograms
 from autopar.spmd.ranks import ProcessRank

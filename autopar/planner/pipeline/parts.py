@@ -63,7 +63,7 @@ def parts_of(program: Program, graph: Graph, mesh: Mesh, options: Options, overl
         once_s,
         held,
         held_once,
-        _kept_bytes(adding, weights),
+        _kept_bytes(adding, graph, weights),
     )
 
 
@@ -85,9 +85,11 @@ def weight_ops(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
-def _kept_bytes(program: Program, weights: Collection[str]) -> int:
-    """Return the bytes that ops named ``weights`` read of what the forward and the other ops of the backward made."""
-    inputs = {op.writes[0].name for op in program.ops if op.kind == "input"} | program.held_once
+def _kept_bytes(program: Program, graph: Graph, weights: Collection[str]) -> int:
+    """Return the bytes that ops named ``weights`` read of what the forward and the other ops of the backward made, and
+    of what came from other stages."""
+    given = (op for op in program.ops if op.kind == "input" and not graph.comes_from_stage(graph.input_of[op.node]))
+    inputs = {op.writes[0].name for op in given} | program.held_once
     inside = {t.name for op in program.ops if op.name in weights for t in op.writes}
     read = {program.root[name] for op in program.ops if op.name in weights for name in op.reads if name not in inside}
     return sum(program.tensors[name].bytes for name in read - inputs)

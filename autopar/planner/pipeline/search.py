@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError
@@ -23,6 +24,7 @@ from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, in_flight, simulate
+from autopar.pipelines.messages import waiting
 from autopar.pipelines.orders import SCHEDULES, schedule
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
@@ -428,16 +430,21 @@ class _PipelineSearch:
         stages: list[Stage] = []
         planned: list[Planned] = []
         specs: dict[str, str] = {}
+        stored: dict[str, str] = {}
         for s, stage in enumerate(graphs):
             self.report(f"stage {s} of {len(graphs)}, {d}")
             summing = replace(stage, graph=with_gradient_sums(stage.graph, n, self.options.dtype_of("reduce")))
             share = max(min(self._share_of_budget(d, s), most[s]), LEAST_SHARE * self.budget)
+            # Stages that hold a parameter add up their parts of its gradient, so they store it alike.
+            names = {i.name for i in summing.graph.inputs if i.kind == "parameter"}
+            tied = {name: spec for name, spec in stored.items() if name in names}
             options = replace(
                 self._stage_options(m, flying[s]),
                 memory_budget_bytes=int(share),
                 time_limit_s=time_limit_s / len(graphs),
                 constraints={
                     **those_that_apply(summing.graph, self.options.constraints, self.options.aliases),
+                    **tied,
                     **specs,
                 },
             )
@@ -445,6 +452,7 @@ class _PipelineSearch:
             stages.append(summing)
             planned.append(found)
             specs = seam_specs(summing, found)
+            stored |= {name: str(tensor.spec) for name, tensor in _inputs(found, "parameter")}
         return self._result(d, tuple(stages), tuple(planned))
 
     def _share_of_budget(self, d: _Drawn, stage: int) -> float:
@@ -519,31 +527,64 @@ class _PipelineSearch:
     ) -> tuple[int, ...]:
         """Return the most bytes that a device of each rank holds.
 
-        While a stage runs, it holds its own peak, and what its other micro-batches in flight and the other stages of
-        the rank keep; and one message ahead in each direction.
+        While a stage runs its forward or backward, it holds the peak of that, what its other micro-batches in flight
+        and the other stages of the rank keep, and messages: that of the next action, and those that it sent and that
+        may not have arrived.
         """
         options = self._stage_options(made.micro_batches, 1)
-        alone = [profile(p.program, p.decisions.graph, self.stage_mesh, options).peak_bytes for p in planned]
+        alone = [_peaks_alone(p, self.stage_mesh, options) for p in planned]
         static = [
             _static_bytes(p, self.stage_mesh, options) + part.held_once for p, part in zip(planned, parts, strict=True)
         ]
-        messages = [
-            sum(t.bytes for _, t in _inputs(p, "received"))
-            + sum(t.bytes for name, t in _inputs(p, "tangent") if name in stage.takes)
-            for stage, p in zip(stages, planned, strict=True)
-        ]
+        given = [_given_bytes(p, options) for p in planned]
+        into = {("F", s): sum(t.bytes for _, t in _inputs(p, "received")) for s, p in enumerate(planned)}
+        into |= {
+            ("B", s): sum(t.bytes for name, t in _inputs(p, "tangent") if name in stages[s].takes)
+            for s, p in enumerate(planned)
+        }
+        out = {("F", s + 1): _sent_bytes(p) for s, p in enumerate(planned)}
         peaks = []
-        for rank, actions in enumerate(made.order):
+        for rank in range(made.ranks):
             mine = [s for s, r in enumerate(made.rank_of) if r == rank]
             held = dict.fromkeys(mine, 0)
-            most = 0
-            for kind, s, _ in actions:
+            all_given = {name: size for s in mine for name, size in given[s].items()}
+            beside = {
+                s: sum(static[t] for t in mine if t != s) + sum(all_given.values()) - sum(given[s].values())
+                for s in mine
+            }
+            most = max(alone[s].step + beside[s] for s in mine)
+            for (kind, s, _), coming, going in waiting(made.order, made.rank_of, rank):
                 before = held[s] - (parts[s].held if kind in ("B", "I") else parts[s].kept if kind == "W" else 0)
-                others = sum(static[t] + held[t] for t in mine if t != s)
-                most = max(most, alone[s] + before + others)
+                others = beside[s] + sum(held[t] for t in mine if t != s)
+                messages = sum(into[m.kind, m.to] for m in coming)
+                messages += sum(out.get((m.kind, m.to), into[m.kind, m.to]) for m in going)
+                own = alone[s].forward if kind == "F" else alone[s].backward
+                most = max(most, own + before + others + messages)
                 held[s] = before + {"F": parts[s].held, "I": parts[s].kept}.get(kind, 0)
-            peaks.append(most + sum(messages[s] for s in mine))
+            peaks.append(most)
         return tuple(peaks)
+
+
+class _Alone(NamedTuple):
+    """The most bytes that a stage holds with one micro-batch: in its forward, its backward and the optimizer's step."""
+
+    forward: int
+    backward: int
+    step: int
+
+
+def _peaks_alone(planned: Planned, mesh: Mesh, options: Options) -> _Alone:
+    timeline = profile(planned.program, planned.decisions.graph, mesh, options).timeline
+    turn = planned.program.turn
+    return _Alone(max(timeline[:turn], default=0), max(timeline[turn:-1], default=0), timeline[-1])
+
+
+def _sent_bytes(planned: Planned) -> int:
+    """Return the bytes of what a stage sends to the next that its backward does not hold anyway."""
+    program = planned.program
+    read = {program.root[name] for op in program.ops if op.phase == "backward" for name in op.reads}
+    sent = (name for output, name in program.results if output.kind == "sent")
+    return sum(program.tensors[name].bytes for name in sent if program.root[name] not in read)
 
 
 def _inputs(planned: Planned, kind: str) -> Iterator[tuple[str, LocalTensor]]:
@@ -565,6 +606,18 @@ def _static_bytes(planned: Planned, mesh: Mesh, options: Options) -> int:
             s = state_bytes(tensor.meta, tensor.spec, mesh, meaning.trainable, options)
             total += s.parameter + s.optimizer + max(s.gradient, sums.get(meaning.name, 0))
     return total
+
+
+def _given_bytes(planned: Planned, options: Options) -> dict[tuple[str, str], int]:
+    """Return the bytes of the batch, of buffers and of constants that a stage reads, by kind and name."""
+    graph, found = planned.decisions.graph, dict[tuple[str, str], int]()
+    for op in planned.program.ops:
+        meaning = graph.input_of.get(op.node) if op.kind == "input" else None
+        if meaning is not None and meaning.kind in ("input", "buffer", "constant", "seed"):
+            tensor, batch = op.writes[0], meaning.kind == "input"
+            nbytes = tensor.bytes if batch and options.batch == "local" else tensor.meta.bytes
+            found[meaning.kind, meaning.name] = nbytes * (options.held_batches if batch else 1)
+    return found
 
 
 def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:

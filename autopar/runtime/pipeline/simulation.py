@@ -1,10 +1,12 @@
 """Runs every rank of a pipeline in one process, in an order that the schedule allows.
 
-The loop of a real rank runs here for all ranks of a stage at once: what is a tensor there is here one of each rank.
+The loop and the mailbox of a real rank run here for all ranks of a stage at once: what is a tensor there is here one of
+each rank. So what waits to be received, or may not have arrived yet, is held here as it is there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +17,12 @@ from torch import Tensor, fx
 from autopar.ir import Input, TensorMeta
 from autopar.mesh import Mesh
 from autopar.pipelines.actions import Joined, Schedule
+from autopar.pipelines.messages import Message, Traffic
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import Simulation, assemble, run, shard
 from autopar.sharding import ShardingSpec
 from autopar.spmd import Lowered, local_ranks
-from autopar.spmd.pipeline.links import Message, read_by, sent_by
+from autopar.spmd.pipeline.links import Mailbox, Shape
 from autopar.spmd.pipeline.loop import Loop, joined
 from autopar.spmd.pipeline.stage import StagePrograms
 from autopar.spmd.ranks import at_micro_batch
@@ -45,6 +48,12 @@ class OfRanks(tuple[Any, ...]):
 
     def __add__(self, other: Any) -> OfRanks:
         return OfRanks(a + b for a, b in zip(self, other, strict=True))
+
+    def numel(self) -> int:
+        return sum(t.numel() for t in self)
+
+    def contiguous(self) -> OfRanks:
+        return OfRanks(t.contiguous() for t in self)
 
 
 @dataclass
@@ -173,10 +182,10 @@ def simulate_pipeline(
             held = _held(own.values(), place, values)
             feed = _Feed(place, values, held, ahead, seed, buffers, made, changed)
             loops.append(Loop(own, len(stages), place, schedule.micro_batches, feed))  # type: ignore[arg-type]
-        _run(schedule, places, loops)
+        _run(schedule, stages, places, loops)
     grads: dict[str, Tensor] = {}
-    specs = {o.name: (spec, meta) for s in stages for o, spec, meta in s.program.gradients}
     for loop in loops:
+        specs = {o.name: (spec, meta) for s in loop.stages.values() for o, spec, meta in s.program.gradients}
         for name, parts in loop.gradients.items():
             spec, meta = specs[name]
             whole = assemble(parts, spec, meta.shape, mesh)  # type: ignore[arg-type]
@@ -187,28 +196,82 @@ def simulate_pipeline(
     return PipelineSimulation(found, grads, news, max(peaks), peaks)
 
 
-def _run(schedule: Schedule, places: Sequence[Place], loops: Sequence[Loop]) -> None:
-    messages: dict[Message, list[Any]] = {}
-    count = len(schedule.rank_of)
+@dataclass
+class _Wires:
+    """The links of a place: what it sends others and receives of them.
+
+    Args:
+        between: what each place has sent each other that was not received yet, in order; all places share it.
+    """
+
+    here: int
+    between: dict[tuple[int, int], deque[OfRanks]]
+
+    def send(self, to: int, tensor: OfRanks) -> _Sent:
+        self.between.setdefault((self.here, to), deque()).append(tensor)
+        return _Sent()
+
+    def receive(self, source: int, into: OfRanks) -> _Received:
+        return _Received(self.between.setdefault((source, self.here), deque()), into)
+
+
+class _Sent:
+    def wait(self) -> None:
+        """Nothing: the receiver copies."""
+
+
+@dataclass
+class _Received:
+    sent: deque[OfRanks]
+    into: OfRanks
+
+    def wait(self) -> None:
+        """Copy what was sent first. Receives are waited for in the order in which they were posted."""
+        for target, source in zip(self.into, self.sent.popleft(), strict=True):
+            target.copy_(source)
+
+
+@dataclass
+class _Mailbox(Mailbox):
+    """The mailbox of a place, whose buffers are counted."""
+
+    meters: Sequence[MemoryMeter] = ()
+
+    def buffers(self, message: Message) -> list[Any]:
+        made = []
+        of_ranks: Sequence[Any] = self.shapes[message.kind, message.to]
+        for shapes in of_ranks:
+            found = []
+            for shape, meter in zip(shapes, self.meters, strict=True):
+                with meter:
+                    found.append(torch.empty(shape.sizes, dtype=shape.dtype))
+            made.append(OfRanks(found))
+        return made
+
+
+def _run(schedule: Schedule, stages: Sequence[StagePrograms], places: Sequence[Place], loops: Sequence[Loop]) -> None:
+    between: dict[tuple[int, int], deque[OfRanks]] = {}
+    mail, at = [], [0] * len(places)
+    for here, place in enumerate(places):
+        shapes: dict[tuple[str, int], Sequence[Any]] = {
+            (kind, s.number): _shapes(shapes_of, place.mesh)
+            for s in stages
+            for kind, shapes_of in (("F", s.received_shapes), ("B", s.taken_shapes))
+        }
+        traffic = Traffic.of(schedule.order, schedule.rank_of, here)
+        wires, device = _Wires(here, between), torch.device("cpu")
+        mail.append(_Mailbox(wires, schedule.rank_of, shapes, device, traffic, meters=place.meters))  # type: ignore[arg-type]
     for action in schedule.topological:
-        position = schedule.rank_of[action.stage]
-        reads, sends = read_by(action, count), sent_by(action, count)
-        taken = messages.pop(reads) if reads is not None else []
-        results = loops[position].act(action, taken)
-        if sends is None:
-            continue
-        to = schedule.rank_of[sends.to]
-        messages[sends] = results if to == position else [_copied(each, places[to]) for each in results]
-        del results, taken
+        here = schedule.rank_of[action.stage]
+        loops[here].step(schedule.order[here], at[here], mail[here])
+        at[here] += 1
+    for each in mail:
+        each.finish()
 
 
-def _copied(value: Any, place: Place) -> OfRanks:
-    """Return what the ranks of another place receive."""
-    found = []
-    for tensor, meter in zip(value, place.meters, strict=True):
-        with meter:
-            found.append(tensor.clone(memory_format=torch.contiguous_format))
-    return OfRanks(found)
+def _shapes(shapes_of: Callable[[Mesh, Sequence[int]], Sequence[Shape]], mesh: Mesh) -> list[Any]:
+    """Return the shapes of each tensor of a message on all ranks of a stage."""
+    return list(zip(*(shapes_of(mesh, mesh.coordinate(r)) for r in range(mesh.size)), strict=True))
 
 
 def _held(stages: Any, place: Place, values: Named) -> dict[Any, OfRanks]:

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import _torch
 from autopar.ir import TensorMeta
 from autopar.pipelines.actions import Action, Joined, Schedule
+from autopar.pipelines.messages import Traffic
 from autopar.runtime.execution import Executable
 from autopar.runtime.pipeline.absent import positions_of
 from autopar.runtime.variants import State
 from autopar.sharding import ShardingSpec
-from autopar.spmd.pipeline.links import Links, Traffic, groups_of
+from autopar.spmd.pipeline.links import Links, groups_of
 from autopar.spmd.pipeline.stage import StagePrograms
 
 Phase = Literal["all", "forwards", "backwards"]

@@ -16,15 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import _torch
-from autopar.pipelines.actions import Action
-
-
-class Message(NamedTuple):
-    """What a stage sends a neighbour for one micro-batch: activations (``F``) or their gradients (``B``)."""
-
-    kind: str
-    to: int
-    micro_batch: int
+from autopar.pipelines.messages import Message, Traffic, source_of
 
 
 class Shape(NamedTuple):
@@ -97,55 +89,6 @@ def groups_of_pairs(pairs: Iterable[tuple[int, int]], here: int, of: Sequence[in
     return up | {pair[::-1]: group for pair, group in down.items()}
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What ranks along the pipeline exchange in one run of a schedule, as one of them sees it.
-
-    Args:
-        expected: from each position, the messages that it sends here, in its order.
-        seen: for each of these, how many of this rank's messages its sender has taken before it sends that.
-    """
-
-    expected: Mapping[int, tuple[Message, ...]]
-    seen: Mapping[Message, int]
-
-    @classmethod
-    def of(cls, order: Sequence[Sequence[Action]], rank_of: Sequence[int], here: int) -> Traffic:
-        expected: dict[int, list[Message]] = {}
-        seen: dict[Message, int] = {}
-        for position, actions in enumerate(order):
-            taken = 0
-            for action in actions:
-                reads, sends = read_by(action, len(rank_of)), sent_by(action, len(rank_of))
-                if reads is not None and rank_of[source_of(reads)] == here:
-                    taken += 1
-                if position != here and sends is not None and rank_of[sends.to] == here:
-                    expected.setdefault(position, []).append(sends)
-                    seen[sends] = taken
-        return cls({p: tuple(m) for p, m in expected.items()}, seen)
-
-
-def read_by(action: Action, stages: int) -> Message | None:
-    """Return the message that an action reads."""
-    if action.kind == "F":
-        return Message("F", action.stage, action.micro_batch) if action.stage else None
-    if action.kind == "W" or action.stage == stages - 1:
-        return None
-    return Message("B", action.stage, action.micro_batch)
-
-
-def sent_by(action: Action, stages: int) -> Message | None:
-    """Return the message that an action sends."""
-    if action.kind == "F":
-        return Message("F", action.stage + 1, action.micro_batch) if action.stage < stages - 1 else None
-    return Message("B", action.stage - 1, action.micro_batch) if action.kind != "W" and action.stage else None
-
-
-def source_of(message: Message) -> int:
-    """Return the stage that sends a message."""
-    return message.to - 1 if message.kind == "F" else message.to + 1
-
-
 @dataclass
 class Mailbox:
     """The messages of one run of a schedule on this rank.
@@ -177,10 +120,14 @@ class Mailbox:
             return
         while message not in self.posted:
             following = self.expected[position].popleft()
-            shapes = self.shapes[following.kind, following.to]
-            buffers = [torch.empty(s.sizes, dtype=s.dtype, device=self.device) for s in shapes]
+            buffers = self.buffers(following)
             self.posted[following] = [(self.links.receive(position, b) if b.numel() else None, b) for b in buffers]
         self.most_posted = max(self.most_posted, len(self.posted))
+
+    def buffers(self, message: Message) -> list[Tensor]:
+        """Return new tensors for what a message carries."""
+        shapes = self.shapes[message.kind, message.to]
+        return [torch.empty(s.sizes, dtype=s.dtype, device=self.device) for s in shapes]
 
     def take(self, message: Message) -> list[Tensor]:
         """Wait for a message and return its tensors."""

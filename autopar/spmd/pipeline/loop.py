@@ -16,9 +16,10 @@ from torch import Tensor
 
 from autopar.ir import Input, Output
 from autopar.pipelines.actions import Action, Joined
+from autopar.pipelines.messages import read_by, sent_by
 from autopar.sharding import ShardingSpec
 from autopar.spmd.lowered import Key, key_of
-from autopar.spmd.pipeline.links import Mailbox, read_by, sent_by
+from autopar.spmd.pipeline.links import Mailbox
 from autopar.spmd.pipeline.stage import StagePrograms
 from autopar.spmd.ranks import ProcessRank, at_micro_batch
 
@@ -90,16 +91,20 @@ class Loop:
         """
         for at, action in enumerate(actions):
             began(action)
-            for each in actions[at : at + 2]:
-                reads = read_by(each, self.count)
-                if reads is not None:
-                    mail.post(reads)
-            reads, sends = read_by(action, self.count), sent_by(action, self.count)
-            taken = mail.take(reads) if reads is not None else []
-            made = self.act(action, taken, saves=saves)
-            if sends is not None:
-                mail.send(sends, made)
+            self.step(actions, at, mail, saves=saves)
         mail.finish()
+
+    def step(self, actions: Sequence[Action], at: int, mail: Mailbox, *, saves: bool = True) -> None:
+        """Run the action at a position, with the message that the next one reads on its way."""
+        for each in actions[at : at + 2]:
+            reads = read_by(each, self.count)
+            if reads is not None:
+                mail.post(reads)
+        reads, sends = read_by(actions[at], self.count), sent_by(actions[at], self.count)
+        taken = mail.take(reads) if reads is not None else []
+        made = self.act(actions[at], taken, saves=saves)
+        if sends is not None:
+            mail.send(sends, made)
 
     def act(self, action: Action, taken: list[Tensor], *, saves: bool = True) -> list[Tensor]:
         """Run an action with the tensors of the message that it reads. Return those of the message that it sends."""

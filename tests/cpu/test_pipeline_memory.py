@@ -1,0 +1,112 @@
+"""What a pipeline holds is what was predicted, with the messages that a rank receives ahead and those that it sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autopar
+from autopar.mesh import Cluster
+from autopar.pipelines.messages import Message, waiting
+from autopar.pipelines.orders import schedule
+from autopar.plans.pipeline import PipelinePlan
+from tests.cpu.capture_checks import eager
+from tests.cpu.model_checks import cluster_where_sharding_pays
+
+ROWS, WIDTH = 64, 32
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, gated = self.both(x).chunk(2, dim=-1)
+        return x + gate * (gated + 1).relu()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(Gated() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def without_offloading(ranks: int) -> Cluster:
+    made = cluster_where_sharding_pays()
+    return replace(made.sized(ranks), host=replace(made.host, bandwidth_bytes_per_s=1.0))
+
+
+@cache
+def plan(name: str, micro_batches: int, stages: int = 2, budget: int | None = None) -> PipelinePlan:
+    mesh = {"pp": stages, "dp": 4 // stages}
+    asked = autopar.Pipeline(stages=stages, micro_batches=micro_batches, schedule=name)
+    options = {} if budget is None else {"memory_budget": budget}
+    x = {"x": torch.zeros(ROWS, WIDTH)}
+    cluster = without_offloading(4)
+    return autopar.plan(
+        Stack(), x, mesh=mesh, cluster=cluster, optimizer="sgd", pipeline=asked, time_limit=10, **options
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb"])
+def test_no_rank_holds_more_than_was_predicted(name, micro_batches) -> None:
+    made = plan(name, micro_batches)
+    held = autopar.simulate(Stack(), {"x": torch.randn(ROWS, WIDTH)}, made).peak_memory
+    assert held <= made.peak_memory <= (1.03 if name in ("gpipe", "1f1b") else 1.1) * held
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_no_rank_holds_more_than_its_budget(name, micro_batches) -> None:
+    budget = int(0.85 * plan(name, micro_batches).peak_memory)
+    made = plan(name, micro_batches, budget=budget)
+    held = autopar.simulate(Stack(), {"x": torch.randn(ROWS, WIDTH)}, made).peak_memory
+    assert held <= made.peak_memory <= min(budget, 1.03 * held)
+
+
+def test_parameters_of_several_stages_are_stored_alike() -> None:
+    """Their parts of the gradient are added up over the stages, shard by shard."""
+    sizes = dict(n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=32, use_cache=False)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))
+    ids = torch.randint(3, 64, (8, 16))
+    inputs = {"input_ids": ids, "labels": ids}
+    options = {
+        "mesh": {"pp": 2, "dp": 2},
+        "cluster": without_offloading(4),
+        "optimizer": "sgd",
+        "pipeline": autopar.Pipeline(stages=2, micro_batches=2, schedule="1f1b"),
+    }
+    free = autopar.plan(model, inputs, **options)
+    made = autopar.plan(model, inputs, memory_budget=int(0.7 * free.peak_memory), time_limit=20, **options)
+    assert made.tied
+    for name, stages in made.tied.items():
+        assert len({str(made.stages[s].specs[name]) for s in stages}) == 1
+    _, grads, _ = eager(model, inputs)
+    found = autopar.simulate(model, inputs, made).grads
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_rank_sent_waits_until_its_receiver_is_known_to_have_it() -> None:
+    made = schedule("gpipe", 2, 3, 1, None, None)
+    first = [(str(action), coming, going) for action, coming, going in waiting(made.order, made.rank_of, 0)]
+    sent = tuple(Message("F", 1, i) for i in range(3))
+    assert [going for action, _, going in first if action.startswith("0F")] == [(), sent[:1], sent[:2]]
+    assert [going for action, _, going in first if not action.startswith("0F")] == [(), (), ()]
+    coming = {action: each for action, each, _ in first}
+    assert coming["0F0"] == coming["0F1"] == ()
+    assert [m.kind for m in coming["0F2"]] == ["B"]
+    last = [(str(action), going) for action, _, going in waiting(made.order, made.rank_of, 1)]
+    assert [len(going) for action, going in last if action.startswith("1B")] == [0, 1, 2]
