@@ -6,7 +6,7 @@ each rank. So what waits to be received, or may not have arrived yet, is held he
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -197,22 +197,40 @@ def simulate_pipeline(
 
 
 @dataclass
-class _Wires:
-    """The links of a place: what it sends others and receives of them.
+class _Wire:
+    """What one place sends another: the receive that is posted n-th gets what is sent n-th.
 
     Args:
-        between: what each place has sent each other that was not received yet, in order; all places share it.
+        going: what was sent and not received yet, by number.
+        sent, posted: how many tensors were sent, and how many receives posted.
+    """
+
+    going: dict[int, OfRanks] = field(default_factory=dict)
+    sent: int = 0
+    posted: int = 0
+
+
+@dataclass
+class _Wires:
+    """The links of a place.
+
+    Args:
+        between: the wires of each ordered pair of places, which all places share.
     """
 
     here: int
-    between: dict[tuple[int, int], deque[OfRanks]]
+    between: defaultdict[tuple[int, int], _Wire]
 
     def send(self, to: int, tensor: OfRanks) -> _Sent:
-        self.between.setdefault((self.here, to), deque()).append(tensor)
+        wire = self.between[self.here, to]
+        wire.going[wire.sent] = tensor
+        wire.sent += 1
         return _Sent()
 
     def receive(self, source: int, into: OfRanks) -> _Received:
-        return _Received(self.between.setdefault((source, self.here), deque()), into)
+        wire = self.between[source, self.here]
+        wire.posted += 1
+        return _Received(wire, wire.posted - 1, into)
 
 
 class _Sent:
@@ -222,12 +240,13 @@ class _Sent:
 
 @dataclass
 class _Received:
-    sent: deque[OfRanks]
+    wire: _Wire
+    number: int
     into: OfRanks
 
     def wait(self) -> None:
-        """Copy what was sent first. Receives are waited for in the order in which they were posted."""
-        for target, source in zip(self.into, self.sent.popleft(), strict=True):
+        """Copy what was sent."""
+        for target, source in zip(self.into, self.wire.going.pop(self.number), strict=True):
             target.copy_(source)
 
 
@@ -250,7 +269,7 @@ class _Mailbox(Mailbox):
 
 
 def _run(schedule: Schedule, stages: Sequence[StagePrograms], places: Sequence[Place], loops: Sequence[Loop]) -> None:
-    between: dict[tuple[int, int], deque[OfRanks]] = {}
+    between = defaultdict[tuple[int, int], _Wire](_Wire)
     mail, at = [], [0] * len(places)
     for here, place in enumerate(places):
         shapes: dict[tuple[str, int], Sequence[Any]] = {
