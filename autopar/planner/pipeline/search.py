@@ -66,7 +66,7 @@ within the budget for one of them."""
 UNLIMITED = 2**60
 """Bytes that no device has."""
 
-ROUNDS = 2
+ROUNDS = 3
 """Times that stages are planned: what a rank holds beside its stages, such as messages, is known after the first."""
 
 SEAM_BYTES = 1e8
