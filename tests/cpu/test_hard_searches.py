@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
+from autopar.planner.search.settings import TRAINING_STEPS
 from autopar.plans import Plan
 from tests.zoo import ZOO
 
@@ -19,11 +20,11 @@ TOYS = ["gpt2", "llama", "mixtral", "mamba2"]
 TOY_WORK_S = 3.0
 
 
-def toy(name: str, **options: object) -> Plan:
+def toy(name: str, mesh: tuple[int, ...] = (2, 2), **options: object) -> Plan:
     model, inputs = ZOO[name].made()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return autopar.plan(model, inputs, mesh=(2, 2), cluster="dgx-h100:4", **options)  # type: ignore[arg-type]
+        return autopar.plan(model, inputs, mesh=mesh, cluster="dgx-h100", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -34,6 +35,17 @@ def test_a_toy_is_planned_within_a_budget_in_little_work(name: str) -> None:
     assert plan.lower_bound <= plan.objective
     first = next(record for record in plan.trace if record.cost is not None)
     assert first.work <= TOY_WORK_S
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_proof_takes_no_more_work_than_a_run_can_gain(name: str) -> None:
+    """On one device the search could prove its plan, however long that takes."""
+    free = toy(name, (1,))
+    plan = toy(name, (1,), memory_budget=int(0.7 * free.peak_memory))
+    found = next(record for record in plan.trace if record.cost is not None)
+    assert found.cost is not None
+    worth_s = TRAINING_STEPS * (found.cost - found.bound)
+    assert plan.trace[-1].work <= max(found.work, worth_s) + TOY_WORK_S
 
 
 def test_a_run_of_more_steps_is_worth_more_search() -> None:
