@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
@@ -17,28 +16,7 @@ from autopar.pipelines.orders import schedule
 from autopar.plans.pipeline import PipelinePlan
 from tests.cpu.capture_checks import eager
 from tests.cpu.model_checks import cluster_where_sharding_pays
-
-ROWS, WIDTH = 64, 32
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, gated = self.both(x).chunk(2, dim=-1)
-        return x + gate * (gated + 1).relu()
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(Gated() for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
+from tests.cpu.test_copied_parts import ROWS, WIDTH, Stack
 
 
 def without_offloading(ranks: int) -> Cluster:
