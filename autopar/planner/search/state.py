@@ -205,7 +205,9 @@ class SearchState:
 
     def is_done(self, search: Search) -> bool:
         """Whether what is left to gain is worth less than the search."""
-        return self.cost - self.bound <= self.wanted_gap(search) * self.cost if math.isfinite(self.cost) else False
+        if not math.isfinite(self.cost):
+            return False
+        return self.cost - self.bound <= search.options.gap * self.cost or now() >= self.worth_until(search)
 
 
 def _rank(result: Result) -> tuple[float, int]:
