@@ -30,7 +30,7 @@ def infeasible(search: Search, state: SearchState) -> InfeasibleError:
     """The error, with the smallest budget that was found to work."""
     decisions, program = _leanest(search, state)
     least = peak(program, decisions.graph, decisions.mesh, search.options)
-    late = now() >= search.ends
+    late = state.used_up or now() >= search.ends
     mesh = search.objective.decisions.mesh
     two_stage = search.options.search == "two-stage" and mesh.size > 1
     more = f"more time may find smaller ones: time_limit={math.ceil(2 * search.options.time_limit_s)}; " if late else ""

@@ -408,7 +408,13 @@ class SmallestPeak:
         began, exact = now(), checkpoints(search, state)
         begin = exact.smallest_by_rules() if search.one_device else None
         rows_until = began + (settings.CONSTRAINTS_SHARE if small else 1.0) * (until - began)
-        for found in search_smallest_peak(search, state, rows_until, begin):
+
+        def below(best: Result, peak: float) -> Result | None:
+            tighter = replace(search, budget=peak)
+            fresh = replace(state, near=(best.solution.choice,), points=frozenset())
+            return Joint(share=1.0).run(tighter, fresh, rows_until).best
+
+        for found in search_smallest_peak(search, state, rows_until, below, begin):
             state = state.with_plan(search, found)
             if state.best is not None:
                 return state

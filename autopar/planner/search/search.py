@@ -203,7 +203,7 @@ def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> S
         state = phase.run(search, state, until)
         cost = state.cost if math.isfinite(state.cost) else None
         record = SearchRecord(phase.name, now() - search.began, time.perf_counter() - started, cost, state.bound)
-        state = replace(state, trace=(*state.trace, record))
+        state = replace(state, trace=(*state.trace, record), used_up=now() >= until)
         if cost:
             search.report(f"{phase.name}: {cost * 1e3:.4g} ms, gap {1 - state.bound / cost:.2%}")
     return state

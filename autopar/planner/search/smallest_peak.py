@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError, SolverError
@@ -28,20 +28,23 @@ NEARLY = 1.005
 STEP = 0.01
 """Share of the smallest peak so far by which the next should be smaller."""
 
-ROUNDS = 8
-"""Rounds in which nothing smaller is found, after which constraints are begun anew."""
-
-PASSES = 4
-"""Times that they are, as long as that finds a smaller peak: a margin may have been due to other options."""
+IDLE_ROUNDS = 1
+"""Rounds in which nothing smaller is found, after which the joint problem is asked."""
 
 
 def search_smallest_peak(
-    search: Search, state: SearchState, until: float, begin: Sequence[int] | None = None
+    search: Search,
+    state: SearchState,
+    until: float,
+    below: Callable[[Result, float], Result | None],
+    begin: Sequence[int] | None = None,
 ) -> Iterator[Result]:
     """Plans of ever smaller peaks: the cheapest choice near the smallest peak that the constraints allow, then
     constraints for what its program holds beyond the best so far, and again. The way depends on no budget.
 
     Args:
+        below: a plan within so many bytes, found from a larger one by the joint problem, which sets nothing aside for
+            what other plans hold; None where it finds none.
         begin: a choice that holds little; else that of the leanest baseline.
     """
     assert state.joint is not None
@@ -50,24 +53,23 @@ def search_smallest_peak(
     best = _first(search, objective, begin)
     if best is not None:
         yield best
-    constraints = ActiveSet(objective.decisions, search.options)
-    for _ in range(PASSES):
-        before, idle = best, 0
-        while idle < ROUNDS and now() < until:
-            if best is not None:
-                _tighten(constraints, best, best)
-            found, state = _near_smallest(search, state, constraints, best, until)
-            if found is None:
-                break
+    constraints, idle = ActiveSet(objective.decisions, search.options), 0
+    while now() < until:
+        if best is not None:
+            _tighten(constraints, best, best)
+        found, state = _near_smallest(search, state, constraints, best, until)
+        if found is not None:
             idle += 1
             if best is None or found.memory.peak_bytes < best.memory.peak_bytes:
                 best, idle = found, 0
                 yield best
-            if not _tighten(constraints, found, best):
-                break
-        if best is before or now() >= until:
+            if _tighten(constraints, found, best) and idle <= IDLE_ROUNDS:
+                continue
+        # What is set aside for other plans bars leaner ones.
+        if best is None or (best := below(best, aim(best))) is None:
             break
-        constraints = constraints.emptied()
+        yield best
+        constraints, idle = constraints.emptied(), 0
 
 
 def _first(search: Search, objective: Objective, begin: Sequence[int] | None) -> Result | None:
@@ -77,14 +79,14 @@ def _first(search: Search, objective: Objective, begin: Sequence[int] | None) ->
     return None if begin is None else search.measure(objective, begin, "smallest peak")
 
 
-def _aim(best: Result) -> float:
+def aim(best: Result) -> float:
     """Bytes that the next peak should not be above."""
     return min(best.memory.peak_bytes * (1 - STEP), best.memory.peak_bytes - 1)
 
 
 def _tighten(constraints: ActiveSet, found: Result, best: Result) -> bool:
     timeline = found.memory.timeline
-    return constraints.separate(found.solution.choice, found.program, timeline, _aim(best), per_option=True)
+    return constraints.separate(found.solution.choice, found.program, timeline, aim(best), per_option=True)
 
 
 def _near_smallest(
@@ -95,7 +97,7 @@ def _near_smallest(
     assert objective is not None
     known: Sequence[Choice] = () if best is None else (best.solution.choice,)
     # Transfers hide within a share of the limit; where the next peak is below that, they hide.
-    limit = math.inf if best is None or math.isinf(state.hideable_s) else _aim(best)
+    limit = math.inf if best is None or math.isinf(state.hideable_s) else aim(best)
     problem = constraints.extend(constrained(search, state, objective, constraints, limit))
     seconds = min(max(SHARE * (until - now()), LEAST_S), MOST_S)
     choice = smallest_choice(

@@ -146,6 +146,7 @@ class SearchState:
         points: program points at which choices of the joint problem were found to hold more than the budget.
         usage_prices, basis: what the limit cost in the last solve, and where its linear program of blocks ended.
         trace: a record for each phase.
+        used_up: whether the last phase used all the work that it was given.
     """
 
     plans: tuple[Result, ...] = ()
@@ -163,6 +164,7 @@ class SearchState:
     usage_prices: UsagePrices = field(default_factory=UsagePrices)
     basis: Basis | None = None
     trace: tuple[SearchRecord, ...] = ()
+    used_up: bool = False
 
     @property
     def best(self) -> Result | None:
