@@ -155,8 +155,8 @@ class KnownShardings:
         enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
         tried: set[tuple[object, ...]] = set()
         for seconds, still in self.lean_first(search, state):
-            until = min(until, state.worth_until(search))
-            if now() > (until if state.best is None else enough) or state.is_done(search):
+            until = min(until, state.worth_until(search), enough if math.isfinite(state.cost) else until)
+            if now() > until or state.is_done(search):
                 break
             if seconds > state.cost or (seconds == state.cost and state.best is not None) or still in tried:
                 continue
