@@ -7,11 +7,24 @@ from autopar.solver.dual.planes import highest_point
 from autopar.solver.integer.pulp_backend import solver_name
 from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_least
 from autopar.solver.pipeline import solve
-from autopar.solver.problem import Basis, Edge, Problem, Solution, TraceEntry, Usage, UsagePrices, evaluate, peak_usage
+from autopar.solver.problem import (
+    Basis,
+    Edge,
+    Problem,
+    Solution,
+    TraceEntry,
+    Usage,
+    UsagePrices,
+    evaluate,
+    peak_usage,
+    relative_gap,
+)
+from autopar.solver.reduce.incumbent import Gap, gap_of
 
 __all__ = [
     "Basis",
     "Edge",
+    "Gap",
     "Problem",
     "Run",
     "Solution",
@@ -22,9 +35,11 @@ __all__ = [
     "evaluate",
     "find_runs",
     "fold",
+    "gap_of",
     "highest_point",
     "minimum_limit",
     "peak_usage",
+    "relative_gap",
     "smallest_choice",
     "solve",
     "solver_name",

@@ -466,9 +466,11 @@ def _run(model: Model, graph: Graph, incumbent: Incumbent, backend: str) -> IlpR
         search = Search(graph, graph.project(incumbent.choice))
         start = model.point(search.choice) if search.feasible() else None
 
-    def report(objective: float, bound: float) -> None:
+    def report(objective: float, bound: float) -> bool:
         if math.isfinite(bound):
             incumbent.raise_bound(min(bound + graph.offset, incumbent.objective))
+        objective += graph.offset
+        return relative_gap(objective, bound + graph.offset) <= incumbent.gap_at(objective)
 
     limits = IlpLimits(max(incumbent.seconds_left(), 0.1), incumbent.gap, report)
     if backend == "highs":

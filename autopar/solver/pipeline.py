@@ -15,7 +15,7 @@ from autopar.solver.integer import highs
 from autopar.solver.integer.pulp_backend import check_solver
 from autopar.solver.phases import FLAT, PHASES, State, run_phases
 from autopar.solver.problem import Basis, Problem, Solution, TraceEntry, UsagePrices
-from autopar.solver.reduce.incumbent import Incumbent, Refuses
+from autopar.solver.reduce.incumbent import Gap, Incumbent, Refuses
 
 
 def solve(
@@ -23,7 +23,7 @@ def solve(
     *,
     time_limit: float = 60.0,
     backend: str = "auto",
-    gap: float = 1e-4,
+    gap: float | Gap = 1e-4,
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Callable[[TraceEntry], None] | None = None,
     folding: Callable[[Problem], Tied | None] = fold,
@@ -37,7 +37,8 @@ def solve(
         problem: what to choose.
         time_limit: seconds; kept within two.
         backend: of the integer program: "highs", "cbc", any name that PuLP knows, or "auto": HiGHS when installed.
-        gap: relative; the search ends when (objective - bound) / objective is no larger.
+        gap: relative; the search ends when (objective - bound) / objective is no larger. A function of the
+            objective is asked anew each time, and may grow with the work done.
         warm_starts: choices to begin with; infeasible ones are ignored.
         progress: called with each better objective or bound.
         folding: what ties repeated blocks together, for who has done so already or knows that there are none.

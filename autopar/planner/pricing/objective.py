@@ -42,7 +42,7 @@ from autopar.planner.pricing.prices import Array, Prices, costs, edges, use_seco
 from autopar.planner.pricing.streams import PhaseStreams, streams
 from autopar.planner.problem.fewer_layers import FewerLayers, with_fewer_layers
 from autopar.planner.problem.variables import Decisions, Use
-from autopar.solver import Edge, Problem, Run, Solution, Tied, Usage, find_runs, fold, highest_point
+from autopar.solver import Edge, Gap, Problem, Run, Solution, Tied, Usage, find_runs, fold, gap_of, highest_point
 from autopar.solver.clock import tick
 from autopar.solver.problem import IndexArray
 
@@ -355,7 +355,7 @@ class Objective:
         self,
         asked: Problem,
         solve: Solve,
-        gap: float,
+        gap: float | Gap,
         known: Sequence[Sequence[int]] = (),
         most: int = MAX_SOLVES,
         out_of_time: Callable[[], bool] = lambda: False,
@@ -374,6 +374,7 @@ class Objective:
             bound: a known bound on F.
             used: the most that a choice uses of what is limited, where that is more than its ``usages`` say.
         """
+        enough = gap_of(gap)
         choices = list(known)
         known_seconds = [self.seconds_by_term(choice) for choice in known]
         step = STEP
@@ -394,17 +395,20 @@ class Objective:
             else:
                 step /= 2
             best = _better(best, replace(at, objective=self._seconds(seconds_by_term)))
-            if best.objective - bound > gap * best.objective:
+            if best.objective - bound > enough(best.objective) * best.objective:
                 best = _better(best, self._mixture(choices, asked, used))
-            if best.objective - bound <= gap * best.objective or turn == most - 1 or out_of_time():
+            left = enough(best.objective) * best.objective
+            if best.objective - bound <= left or turn == most - 1 or out_of_time():
                 break
             ceiling, highest = self._best_weights(known_seconds)
             last, weights = weights, self._towards(highest, step)
-            if ceiling - raised <= WORTH_GAPS * gap * best.objective or np.allclose(last, weights):
+            if ceiling - raised <= WORTH_GAPS * left or np.allclose(last, weights):
                 break
         assert best is not None
         bound = min(bound, best.objective)
-        return replace(best, lower_bound=bound, proven=best.objective - bound <= gap * best.objective)
+        return replace(
+            best, lower_bound=bound, proven=best.objective - bound <= enough(best.objective) * best.objective
+        )
 
     def _mixture(
         self, choices: Sequence[Sequence[int]], asked: Problem, used: Callable[[Sequence[int]], float]

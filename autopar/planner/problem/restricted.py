@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import AutoparError
-from autopar.solver import Edge, Problem, Tied, Usage, solve, sum_of_least
+from autopar.solver import Edge, Gap, Problem, Tied, Usage, solve, sum_of_least
 
 Folding = Callable[[Problem], Tied | None]
 """A function that ties repeated blocks of a problem together."""
@@ -23,7 +23,7 @@ def solve_sliced(
     kept: Kept,
     time_limit: float,
     backend: str,
-    gap: float,
+    gap: float | Gap,
     folding: Folding,
 ) -> tuple[int, ...] | None:
     """Return the best choice among the options ``kept`` of each node; None if there is none or time runs out."""

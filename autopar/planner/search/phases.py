@@ -31,7 +31,7 @@ from autopar.planner.search.rounds import (
 from autopar.planner.search.smallest_peak import search_smallest_peak
 from autopar.planner.search.state import Choice, Result, Search, SearchState, first_constraints
 from autopar.planner.search.two_stage import Checkpointed, CheckpointSearch, Open, axes_as_one, sharded_as
-from autopar.solver import sum_of_least
+from autopar.solver import relative_gap, sum_of_least
 from autopar.solver.clock import now
 
 
@@ -66,7 +66,8 @@ class Free:
         gap = state.wanted_gap(search)
         free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=gap)
         bound = free.solution.lower_bound
-        if free.memory.peak_bytes <= search.budget and not free.solution.proven and enough < until:
+        wide = relative_gap(free.cost, bound) > search.worthless_gap(free.cost)
+        if free.memory.peak_bytes <= search.budget and wide and enough < until:
             # It fits, so nothing else has to be looked for.
             state, seeds = state.with_plan(search, free), (free.solution.choice, *seeds)
             free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)

@@ -21,7 +21,7 @@ from autopar.planner.search import settings
 from autopar.planner.search.fitting import fitted, scheduled
 from autopar.planner.search.state import Choice, Result, Search, SearchState
 from autopar.planner.search.two_stage import Open
-from autopar.solver import Problem, Solution, Tied, TraceEntry, fold, peak_usage, solve
+from autopar.solver import Gap, Problem, Solution, Tied, TraceEntry, fold, peak_usage, relative_gap, solve
 from autopar.solver.clock import now
 
 MOST_SEEDS = 2
@@ -95,9 +95,7 @@ def solve_round(
     problem = constrained(search, state, objective, active, limit)
     built = time.perf_counter()
     search.report("solve")
-    solution, state = _solve(
-        search, state, objective, problem, active, until, seeds, max(gap, search.options.gap), reweigh, boundaries
-    )
+    solution, state = _solve(search, state, objective, problem, active, until, seeds, gap, reweigh, boundaries)
     solved = time.perf_counter()
     graph, mesh = search.graph, objective.decisions.mesh
     program = schedule(objective.decisions, solution.choice, search.prices)
@@ -128,7 +126,12 @@ def _solve(
     extended = asked
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
     most = 1 if active is not None and reweigh is None else MAX_SOLVES
-    wanted = gap if reweigh is None else max(gap, reweigh)
+
+    def enough(cost: float) -> float:
+        return max(gap, search.worthless_gap(cost))
+
+    def reweighed_enough(cost: float) -> float:
+        return max(enough(cost), reweigh or 0.0)
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
         nonlocal prices_of_memory, basis, extended
@@ -142,7 +145,7 @@ def _solve(
             problem,
             time_limit=max(left_s, LEAST_S),
             backend=search.options.solver,
-            gap=gap,
+            gap=enough,
             warm_starts=begin,
             usage_prices=prices_of_memory,
             basis=basis,
@@ -167,8 +170,9 @@ def _solve(
         return peak_usage(extended, active.extend_choice(choice)) if active else 0.0
 
     bound = state.bound if asked.limit <= search.budget else -math.inf
-    found = objective.minimize(asked, solve_from, wanted, seeds, most, lambda: now() > until, bound, used)
-    return found, replace(state, usage_prices=prices_of_memory, basis=basis)
+    found = objective.minimize(asked, solve_from, reweighed_enough, seeds, most, lambda: now() > until, bound, used)
+    proven = relative_gap(found.objective, found.lower_bound) <= search.options.gap
+    return replace(found, proven=proven), replace(state, usage_prices=prices_of_memory, basis=basis)
 
 
 def _report_gap(search: Search, found: TraceEntry) -> None:
@@ -200,11 +204,15 @@ def solve_with_shardings(
     """
     objective = state.joint
     assert objective is not None
+
+    def enough(cost: float) -> float:
+        return max(gap, search.worthless_gap(cost))
+
     found = None
     for _ in range(rounds):
         problem = constrained(search, state, objective, active, search.budget)
         problem = active.extend(without_recomputing(objective, problem, boundaries))
-        choice = solve_open(problem, still, max(until - now(), LEAST_S), search.options.solver, gap, folding)
+        choice = solve_open(problem, still, max(until - now(), LEAST_S), search.options.solver, enough, folding)
         if choice is None:
             break
         found = search.measure(objective, active.restrict(choice), method, search.budget)
@@ -219,7 +227,7 @@ def solve_with_shardings(
 
 
 def solve_open(
-    problem: Problem, still: Open, seconds: float, backend: str, gap: float, folding: Folding = fold
+    problem: Problem, still: Open, seconds: float, backend: str, gap: float | Gap, folding: Folding = fold
 ) -> Choice | None:
     """The best choice among options that are ``still`` open; None where there is none or time is out."""
     every = [np.arange(len(c)) for c in problem.costs]

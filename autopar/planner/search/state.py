@@ -120,6 +120,12 @@ class Search:
             self._tried[id(result)] = result, Candidate.tried(result.program, self.prices, self.options)
         return self._tried[id(result)][1]
 
+    def worthless_gap(self, cost: float) -> float:
+        """The relative gap at which it pays to end: that which was asked, or that at which a run of
+        ``options.training_steps`` steps of ``cost`` seconds would gain less than the search has cost."""
+        most_s = self.options.training_steps * cost
+        return max(self.options.gap, (now() - self.began) / most_s if most_s else 0.0)
+
     def fits(self, baseline: BaselineCandidate) -> bool:
         """Whether its program fits, as it is or, where it is a little too large, with its collectives arranged."""
         if baseline.fits(self.budget):
@@ -192,13 +198,10 @@ class SearchState:
         return self.free is not None and self.free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget
 
     def wanted_gap(self, search: Search) -> float:
-        """The relative gap at which it pays to end: that which was asked, or that at which a run of
-        ``options.training_steps`` steps would gain less than the search has cost."""
+        """The relative gap at which it pays to end."""
         known = [r.cost for r in (self.best, self.free) if r is not None] + [b.objective for b in search.baselines]
         step_s = self.cost if math.isfinite(self.cost) else min(known, default=0.0)
-        if not step_s:
-            return search.options.gap
-        return max(search.options.gap, (now() - search.began) / (search.options.training_steps * step_s))
+        return search.worthless_gap(step_s)
 
     def worth_until(self, search: Search) -> float:
         """When a run of ``options.training_steps`` steps can gain no more than the search will have cost."""

@@ -205,7 +205,9 @@ def _as_lp(highspy: Any, model: Model) -> Any:
 def _report_progress(solver: Any, model: Model, limits: IlpLimits) -> None:
     def on_event(event: Any) -> None:
         assert limits.report is not None
-        limits.report(event.data_out.mip_primal_bound * model.scale, event.data_out.mip_dual_bound * model.scale)
+        told = event.data_out
+        if limits.report(told.mip_primal_bound * model.scale, told.mip_dual_bound * model.scale):
+            event.interrupt()
 
     solver.cbMipInterrupt.subscribe(on_event)  # not where it logs, which hangs on the time on the wall
 

@@ -112,11 +112,11 @@ class IlpResult:
 
 @dataclass(frozen=True)
 class IlpLimits:
-    """Seconds, relative gap, and where to report (seconds since the start of the ILP, objective, bound)."""
+    """Seconds, relative gap, and what to tell of each objective and bound: it says whether they are near enough."""
 
     seconds: float
     gap: float
-    report: Callable[[float, float], None] | None = None
+    report: Callable[[float, float], bool] | None = None
 
 
 def flow_count(graph: Graph, most: float = math.inf) -> int:

@@ -15,6 +15,15 @@ ROUNDING = 1e-9
 NEAR_GAP = 0.05
 """To what is expected: a choice nearer than that tells whether a better one would be of use."""
 
+Gap = Callable[[float], float]
+"""The relative gap at which a search ends, of the objective that it has. It may grow with the work done."""
+
+
+def gap_of(gap: float | Gap) -> Gap:
+    """``gap`` for any objective, where it is a number."""
+    return gap if callable(gap) else lambda _: gap
+
+
 Refuses = Callable[[Sequence[int]], bool]
 """Whether a choice that is nearly the best is of no use, for what the problem does not say."""
 
@@ -26,12 +35,12 @@ class Incumbent:
         self,
         problem: Problem,
         time_limit: float,
-        gap: float,
+        gap: float | Gap,
         progress: Callable[[TraceEntry], None] | None,
         refuses: Refuses | None = None,
     ) -> None:
         self.problem = problem
-        self.gap = gap
+        self._gap = gap_of(gap)
         self.choice: tuple[int, ...] | None = None
         self.objective = math.inf
         self.lower_bound = 0.0  # no cost is negative
@@ -46,6 +55,15 @@ class Incumbent:
         self._asked: tuple[tuple[int, ...], bool] | None = None
         self._began, self._started = now(), time.monotonic()
         self.time_limit = time_limit
+
+    @property
+    def gap(self) -> float:
+        """The relative gap at which the search ends now."""
+        return self.gap_at(self.objective)
+
+    def gap_at(self, objective: float) -> float:
+        """The relative gap at which it would end with this objective."""
+        return self._gap(objective)
 
     def seconds(self) -> float:
         """By the clock of searches, which counts work."""
