@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from autopar.solver.blocks.folding import MARGIN, foldable
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.clock import now
-from autopar.solver.integer import highs
+from autopar.solver.dual.planes import highest_point
 from autopar.solver.problem import Array, Edge, Problem, Usage, UsagePrices, evaluate, peak_usage
 from autopar.solver.reduce.usage import UsageTable, with_usages_priced
 
@@ -124,23 +123,9 @@ def _by_prices(
 
 def _highest_shares(planes: Sequence[Array]) -> Array:
     """The shares under which the least of the planes' means is largest."""
-    import pulp
-
-    rows, scale = len(planes[0]), max(float(p.max()) for p in planes) or 1.0
-    with warnings.catch_warnings():
-        # PuLP 3.3 deprecates for 4.0 what earlier versions only have.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = pulp.LpProblem("shares", pulp.LpMaximize)
-        top = pulp.LpVariable("top")
-        shares = [pulp.LpVariable(f"share_{i}", 0.0, 1.0) for i in range(rows)]
-        model += top
-        model += pulp.lpSum(shares) == 1
-        for used in planes:
-            model += top - pulp.lpSum(float(u) / scale * s for u, s in zip(used, shares, strict=True)) <= 0
-        model.solve(pulp.HiGHS(msg=False) if highs.is_installed() else pulp.PULP_CBC_CMD(msg=False))
-    found = np.array([max(float(s.value() or 0.0), 0.0) for s in shares])
-    shares_found: Array = found / found.sum()
-    return shares_found
+    scale = max(float(p.max()) for p in planes) or 1.0
+    _, shares = highest_point([0.0] * len(planes), [p / scale for p in planes], [slice(0, len(planes[0]))])
+    return shares
 
 
 def _only_forbidden(problem: Problem) -> Problem:
