@@ -74,18 +74,22 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
     return _schedule("interleaved", patterns, looped(ranks, chunks), micro_batches)
 
 
-def zero_bubble(ranks: int, micro_batches: int) -> Schedule:
+def zero_bubble(ranks: int, micro_batches: int, lag: Sequence[int] | None = None) -> Schedule:
     """ZB-H1: 1F1B, with each W put off by as many micro-batches as there are stages before it (Qi et al., 2023).
 
     W fills most of the bubble, and no stage holds more micro-batches than the first one under 1F1B.
+
+    Args:
+        lag: by how many micro-batches each stage puts W off, where there is no memory for as many.
     """
+    lags = range(ranks) if lag is None else lag
 
     def pattern(stage: int) -> Iterator[tuple[Kind, int]]:
         put_off = 0
         for kind, _ in _in_turn(_all("F", stage, micro_batches), _all("I", stage, micro_batches), ranks - stage - 1):
             yield kind, stage
             put_off += kind == "I"
-            if put_off > stage:
+            if put_off > lags[stage]:
                 yield "W", stage
                 put_off -= 1
         yield from _all("W", stage, put_off)

@@ -22,10 +22,10 @@ from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, without_axis
-from autopar.pipelines.actions import Schedule
+from autopar.pipelines.actions import Kind, Schedule
 from autopar.pipelines.makespan import Costs, in_flight, simulate
 from autopar.pipelines.messages import waiting
-from autopar.pipelines.orders import SCHEDULES, schedule
+from autopar.pipelines.orders import SCHEDULES, schedule, zero_bubble
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.baselines.roles import baselines
@@ -38,7 +38,7 @@ from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
 from autopar.planner.pipeline.carry import carried
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
-from autopar.planner.pipeline.parts import Parts, parts_of
+from autopar.planner.pipeline.parts import Parts, parts_of, weight_ops
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import those_that_apply
@@ -501,7 +501,7 @@ class _PipelineSearch:
         if made.name == "listed":
             caps = self._caps(d.whole, d.starts, costs, made.rank_of)
             made = schedule("listed", made.ranks, m, made.stages // made.ranks, costs, caps)
-        peaks = self._peaks(made, stages, planned, parts)
+        made, peaks = self._with_memory(made, stages, planned, parts)
         seconds = simulate(made, costs).seconds
         return PlannedPipeline(
             d.whole.micro,
@@ -515,6 +515,24 @@ class _PipelineSearch:
             min(d.whole.bound * m / self.ranks, seconds),
             peaks,
         )
+
+    def _with_memory(
+        self, made: Schedule, stages: Sequence[Stage], planned: Sequence[Planned], parts: Sequence[Parts]
+    ) -> tuple[Schedule, tuple[int, ...]]:
+        """Return the schedule and the peaks of its ranks.
+
+        A rank that would hold more than the budget puts off less of its weights' gradients.
+        """
+        lag, peaks = list(range(made.ranks)), self._peaks(made, stages, planned, parts)
+        while made.name == "zb":
+            over = [rank for rank, peak in enumerate(peaks) if peak > self.budget and lag[rank]]
+            if not over:
+                break
+            for rank in over:
+                lag[rank] -= 1
+            made = zero_bubble(made.ranks, made.micro_batches, lag)
+            peaks = self._peaks(made, stages, planned, parts)
+        return made, peaks
 
     def _message_bytes(self, stage: Stage, planned: Planned) -> int:
         """Return the bytes of a rank's part of what goes to the next stage, or of the gradients that come back."""
@@ -532,7 +550,8 @@ class _PipelineSearch:
         may not have arrived.
         """
         options = self._stage_options(made.micro_batches, 1)
-        alone = [_peaks_alone(p, self.stage_mesh, options) for p in planned]
+        split = {a.stage for row in made.order for a in row if a.kind == "I"}
+        alone = [_peaks_alone(p, self.stage_mesh, options, split=s in split) for s, p in enumerate(planned)]
         static = [
             _static_bytes(p, self.stage_mesh, options) + part.held_once for p, part in zip(planned, parts, strict=True)
         ]
@@ -558,25 +577,34 @@ class _PipelineSearch:
                 others = beside[s] + sum(held[t] for t in mine if t != s)
                 messages = sum(into[m.kind, m.to] for m in coming)
                 messages += sum(out.get((m.kind, m.to), into[m.kind, m.to]) for m in going)
-                own = alone[s].forward if kind == "F" else alone[s].backward
-                most = max(most, own + before + others + messages)
+                most = max(most, alone[s].during[kind] + before + others + messages)
                 held[s] = before + {"F": parts[s].held, "I": parts[s].kept}.get(kind, 0)
             peaks.append(most)
         return tuple(peaks)
 
 
 class _Alone(NamedTuple):
-    """The most bytes that a stage holds with one micro-batch: in its forward, its backward and the optimizer's step."""
+    """The most bytes that a stage holds with one micro-batch: during each kind of action, and in the optimizer's
+    step."""
 
-    forward: int
-    backward: int
+    during: Mapping[Kind, int]
     step: int
 
 
-def _peaks_alone(planned: Planned, mesh: Mesh, options: Options) -> _Alone:
-    timeline = profile(planned.program, planned.decisions.graph, mesh, options).timeline
-    turn = planned.program.turn
-    return _Alone(max(timeline[:turn], default=0), max(timeline[turn:-1], default=0), timeline[-1])
+def _peaks_alone(planned: Planned, mesh: Mesh, options: Options, *, split: bool) -> _Alone:
+    """Return the peaks of a stage, whose backward runs in two parts where it is ``split``: what the second part reads
+    is held until then."""
+    program, turn = planned.program, planned.program.turn
+    weights = weight_ops(program) if split else frozenset[str]()
+    inputs = [op for op in program.ops[turn:] if op.name not in weights]
+    rest = [op for op in program.ops[turn:] if op.name in weights]
+    program = replace(program, ops=(*program.ops[:turn], *inputs, *rest))
+    timeline = profile(program, planned.decisions.graph, mesh, options).timeline
+    forward, first, second = (
+        max(held, default=0)
+        for held in (timeline[:turn], timeline[turn : turn + len(inputs)], timeline[turn + len(inputs) : -1])
+    )
+    return _Alone({"F": forward, "B": first, "I": first, "W": second}, timeline[-1])
 
 
 def _sent_bytes(planned: Planned) -> int:
