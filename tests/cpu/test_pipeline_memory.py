@@ -45,12 +45,54 @@ def test_no_rank_holds_more_than_was_predicted(name, micro_batches) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb"])
 def test_no_rank_holds_more_than_its_budget(name, micro_batches) -> None:
     budget = int(0.85 * plan(name, micro_batches).peak_memory)
     made = plan(name, micro_batches, budget=budget)
     held = autopar.simulate(Stack(), {"x": torch.randn(ROWS, WIDTH)}, made).peak_memory
     assert held <= made.peak_memory <= min(budget, 1.03 * held)
+
+
+def test_zero_bubbles_give_way_to_a_budget() -> None:
+    """Where a rank cannot hold what it would put off, it puts off less, or runs backwards whole: as 1F1B does."""
+    budget = int(0.8 * plan("zb", 4).peak_memory)
+    made = plan("zb", 4, budget=budget)
+    free = plan("zb", 4)
+    assert made.peak_memory <= budget
+    assert made.schedule.order != free.schedule.order
+    torch.manual_seed(0)
+    model, x = Stack(), {"x": torch.randn(ROWS, WIDTH)}
+    run = autopar.simulate(model, x, made)
+    _, grads, _ = eager(model, x)
+    for name, grad in grads.items():
+        torch.testing.assert_close(run.grads[name], grad)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_outputs_of_all_micro_batches_are_held(name) -> None:
+    """Logits are the caller's: those of each micro-batch until the last one's, and once more when they are joined."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            vocab_size=2048,
+            n_positions=32,
+            use_cache=False,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+        )
+    )
+    ids = torch.randint(2048, (16, 16))
+    asked = autopar.Pipeline(stages=2, micro_batches=8, schedule=name)
+    batch = {"input_ids": ids, "labels": ids}
+    made = autopar.plan(model, batch, mesh={"pp": 2}, cluster=without_offloading(2), optimizer="sgd", pipeline=asked)
+    held = autopar.simulate(model, batch, made).peak_memory
+    logits = 16 * 16 * 2048 * 4
+    assert held > 2 * logits
+    assert held <= made.peak_memory <= 1.03 * held
 
 
 def test_parameters_of_several_stages_are_stored_alike() -> None:

@@ -521,11 +521,11 @@ class _PipelineSearch:
     ) -> tuple[Schedule, tuple[int, ...]]:
         """Return the schedule and the peaks of its ranks.
 
-        A rank that would hold more than the budget puts off less of its weights' gradients.
+        A rank that would hold more than the budget puts off less of its weights' gradients, or nothing.
         """
         lag, peaks = list(range(made.ranks)), self._peaks(made, stages, planned, parts)
         while made.name == "zb":
-            over = [rank for rank, peak in enumerate(peaks) if peak > self.budget and lag[rank]]
+            over = [rank for rank, peak in enumerate(peaks) if peak > self.budget and lag[rank] >= 0]
             if not over:
                 break
             for rank in over:
@@ -546,8 +546,8 @@ class _PipelineSearch:
         """Return the most bytes that a device of each rank holds.
 
         While a stage runs its forward or backward, it holds the peak of that, what its other micro-batches in flight
-        and the other stages of the rank keep, and messages: that of the next action, and those that it sent and that
-        may not have arrived.
+        and the other stages of the rank keep, the outputs of all micro-batches so far, and messages: that of the next
+        action, and those that it sent and that may not have arrived. In the end outputs are joined one by one.
         """
         options = self._stage_options(made.micro_batches, 1)
         split = {a.stage for row in made.order for a in row if a.kind == "I"}
@@ -556,6 +556,8 @@ class _PipelineSearch:
             _static_bytes(p, self.stage_mesh, options) + part.held_once for p, part in zip(planned, parts, strict=True)
         ]
         given = [_given_bytes(p, options) for p in planned]
+        outputs = [_output_bytes(p) for p in planned]
+        m = made.micro_batches
         into = {("F", s): sum(t.bytes for _, t in _inputs(p, "received")) for s, p in enumerate(planned)}
         into |= {
             ("B", s): sum(t.bytes for name, t in _inputs(p, "tangent") if name in stages[s].takes)
@@ -571,13 +573,20 @@ class _PipelineSearch:
                 s: sum(static[t] for t in mine if t != s) + sum(all_given.values()) - sum(given[s].values())
                 for s in mine
             }
-            most = max(alone[s].step + beside[s] for s in mine)
+            every = sum(sum(outputs[s]) for s in mine)
+            most = max(alone[s].step + beside[s] + m * every - sum(outputs[s]) for s in mine)
+            largest = max((size for s in mine for size in outputs[s]), default=0)
+            done = dict.fromkeys(mine, 0)
+            joining = sum(static[s] for s in mine) + sum(all_given.values()) + m * (every + largest * (m > 1))
+            most = max(most, joining)
             for (kind, s, _), coming, going in waiting(made.order, made.rank_of, rank):
                 before = held[s] - (parts[s].held if kind in ("B", "I") else parts[s].kept if kind == "W" else 0)
                 others = beside[s] + sum(held[t] for t in mine if t != s)
                 messages = sum(into[m.kind, m.to] for m in coming)
                 messages += sum(out.get((m.kind, m.to), into[m.kind, m.to]) for m in going)
-                most = max(most, alone[s].during[kind] + before + others + messages)
+                returned = sum(done[t] * sum(outputs[t]) for t in mine) - (kind != "F") * sum(outputs[s])
+                most = max(most, alone[s].during[kind] + before + others + returned + messages)
+                done[s] += kind == "F"
                 held[s] = before + {"F": parts[s].held, "I": parts[s].kept}.get(kind, 0)
             peaks.append(most)
         return tuple(peaks)
@@ -613,6 +622,14 @@ def _sent_bytes(planned: Planned) -> int:
     read = {program.root[name] for op in program.ops if op.phase == "backward" for name in op.reads}
     sent = (name for output, name in program.results if output.kind == "sent")
     return sum(program.tensors[name].bytes for name in sent if program.root[name] not in read)
+
+
+def _output_bytes(planned: Planned) -> tuple[int, ...]:
+    """Return the bytes of each tensor that a stage makes of the model's outputs."""
+    program = planned.program
+    given = {op.writes[0].name for op in program.ops if op.kind == "input"}
+    made = {program.root[name] for output, name in program.results if output.kind == "output"} - given
+    return tuple(program.tensors[name].bytes for name in made)
 
 
 def _inputs(planned: Planned, kind: str) -> Iterator[tuple[str, LocalTensor]]:

@@ -43,9 +43,8 @@ def fitted(
     """``program``, whose exact memory is ``memory``, and its own, with copies of parts, and transfers that give way,
     where it is over ``budget`` bytes. What overwrites its operands still does."""
     ways: list[Callable[..., Program | None]] = [_given_way, wait_sooner]
-    # The constraints of one device hold a view as its whole, and its bound is a proof. In stages of a pipeline
-    # whose backward runs in two parts more was measured than predicted.
-    if prices.mesh.size > 1 and options.held_batches == 1:
+    # The constraints of one device hold a view as its whole, and its bound is a proof.
+    if prices.mesh.size > 1:
         ways.insert(0, partial(with_parts_copied, prices=prices))
     for _ in range(ROUNDS):
         before = program

@@ -92,6 +92,7 @@ class _Feed:
     Args:
         values: constants, inputs, parameters and buffers, whole.
         ahead: what the prologue made, whole.
+        outputs: what the model returns, of each micro-batch so far.
     """
 
     place: Place
@@ -102,6 +103,7 @@ class _Feed:
     buffers: Mapping[str, Joined | None]
     made: dict[str, dict[int, Tensor]]
     changed: dict[str, dict[int, Tensor]]
+    outputs: dict[str, list[OfRanks]] = field(default_factory=dict)
 
     def operand(self, stage: StagePrograms, meaning: Input, spec: ShardingSpec, micro_batch: int) -> Any:
         mesh = self.place.mesh
@@ -144,12 +146,21 @@ class _Feed:
             output, spec, meta = stage.program.results[at]
             whole = assemble(results[at], spec, meta.shape, self.place.mesh).clone()
             if output.kind == "output":
+                self.outputs.setdefault(output.name, []).append(results[at])
                 self.made.setdefault(output.name, {})[micro_batch] = whole
             elif self.buffers.get(output.name, "same") is None:
                 self.values["buffer", output.name] = whole
                 self.changed[output.name] = {0: whole}
             else:
                 self.changed.setdefault(output.name, {})[micro_batch] = whole
+
+    def join_outputs(self) -> None:
+        """Count what joining the micro-batches' outputs holds, one after the other."""
+        for name in list(self.outputs):
+            for r, parts in enumerate(zip(*self.outputs.pop(name), strict=True)):
+                if len(parts) > 1:
+                    with self.place.meters[r]:
+                        torch.cat([part.flatten() for part in parts])
 
 
 def simulate_pipeline(
@@ -183,6 +194,8 @@ def simulate_pipeline(
             feed = _Feed(place, values, held, ahead, seed, buffers, made, changed)
             loops.append(Loop(own, len(stages), place, schedule.micro_batches, feed))  # type: ignore[arg-type]
         _run(schedule, stages, places, loops)
+        for loop in loops:
+            loop.feed.join_outputs()  # type: ignore[attr-defined]
     grads: dict[str, Tensor] = {}
     for loop in loops:
         specs = {o.name: (spec, meta) for s in loop.stages.values() for o, spec, meta in s.program.gradients}
