@@ -29,7 +29,7 @@ from autopar.pipelines.orders import SCHEDULES, schedule, zero_bubble
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.baselines.roles import baselines
-from autopar.planner.footprint.state import state_bytes
+from autopar.planner.footprint.state import moved_state_bytes, state_bytes
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.graphs.shared import shared
@@ -315,7 +315,7 @@ class _PipelineSearch:
         starts = self._starts(whole, name, chunks)
         costs = self._estimate(whole, starts)
         rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
-        made = schedule(name, self.ranks, m, chunks, costs, self._caps(whole, starts, costs, rank_of))
+        made = schedule(name, self.ranks, m, chunks, costs, self._caps(whole, starts, costs, rank_of, self.budget))
         peaks = self._estimated_peaks(whole, starts, made, costs)
         return _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
 
@@ -363,13 +363,15 @@ class _PipelineSearch:
         costs = CollectiveCosts(self.mesh, self.cluster.sized(self.mesh.size))
         return costs.seconds("permute", nbytes, self.mesh.names.index(AXIS))
 
-    def _caps(self, whole: _Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int]) -> tuple[float, ...]:
+    def _caps(
+        self, whole: _Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int], budget: float
+    ) -> list[float]:
         """Return the bytes that micro-batches in flight may take on each rank: at least those of one."""
         static, least = [0.0] * self.ranks, [0.0] * self.ranks
         for stage, (a, b) in enumerate(_ranges(starts, len(whole.blocks))):
             static[rank_of[stage]] += _total(whole.blocks[a:b]).static
             least[rank_of[stage]] += costs.held[stage]
-        return tuple(max(self.budget - s, h) for s, h in zip(static, least, strict=True))
+        return [max(budget - s, h) for s, h in zip(static, least, strict=True)]
 
     def _estimated_peaks(self, whole: _Whole, starts: Sequence[int], made: Schedule, costs: Costs) -> tuple[float, ...]:
         peaks = [0.0] * made.ranks
@@ -497,11 +499,7 @@ class _PipelineSearch:
             last_backward=tuple(p.delivery for p in parts),
             first_forward=tuple(p.once for p in parts),
         )
-        made = d.schedule
-        if made.name == "listed":
-            caps = self._caps(d.whole, d.starts, costs, made.rank_of)
-            made = schedule("listed", made.ranks, m, made.stages // made.ranks, costs, caps)
-        made, peaks = self._with_memory(made, stages, planned, parts)
+        made, peaks = self._with_memory(d, costs, stages, planned, parts)
         seconds = simulate(made, costs).seconds
         return PlannedPipeline(
             d.whole.micro,
@@ -517,22 +515,33 @@ class _PipelineSearch:
         )
 
     def _with_memory(
-        self, made: Schedule, stages: Sequence[Stage], planned: Sequence[Planned], parts: Sequence[Parts]
+        self, d: _Drawn, costs: Costs, stages: Sequence[Stage], planned: Sequence[Planned], parts: Sequence[Parts]
     ) -> tuple[Schedule, tuple[int, ...]]:
-        """Return the schedule and the peaks of its ranks.
+        """Return the schedule for these stages, and the peaks of its ranks.
 
-        A rank that would hold more than the budget puts off less of its weights' gradients, or nothing.
+        Where a rank would hold more than the budget, it puts off less of its weights' gradients, or nothing, or has
+        fewer micro-batches in flight: as far as the schedule leaves that open.
         """
-        lag, peaks = list(range(made.ranks)), self._peaks(made, stages, planned, parts)
-        while made.name == "zb":
-            over = [rank for rank, peak in enumerate(peaks) if peak > self.budget and lag[rank] >= 0]
+        made, lag = d.schedule, list(range(d.schedule.ranks))
+        least = self._caps(d.whole, d.starts, costs, made.rank_of, 0.0)
+        caps = self._caps(d.whole, d.starts, costs, made.rank_of, self.budget)
+        while True:
+            if made.name == "listed":
+                made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, costs, caps)
+            elif made.name == "zb":
+                made = zero_bubble(made.ranks, made.micro_batches, lag)
+            peaks = self._peaks(made, stages, planned, parts)
+            over = [rank for rank, peak in enumerate(peaks) if peak > self.budget]
+            if made.name == "listed":
+                over = [rank for rank in over if caps[rank] > least[rank]]
+            else:
+                over = [rank for rank in over if made.name == "zb" and lag[rank] >= 0]
             if not over:
-                break
+                return made, peaks
             for rank in over:
                 lag[rank] -= 1
-            made = zero_bubble(made.ranks, made.micro_batches, lag)
-            peaks = self._peaks(made, stages, planned, parts)
-        return made, peaks
+                one = min(h for h, r in zip(costs.held, made.rank_of, strict=True) if r == rank)
+                caps[rank] = max(caps[rank] - max(peaks[rank] - self.budget, one), least[rank])
 
     def _message_bytes(self, stage: Stage, planned: Planned) -> int:
         """Return the bytes of a rank's part of what goes to the next stage, or of the gradients that come back."""
@@ -641,7 +650,7 @@ def _inputs(planned: Planned, kind: str) -> Iterator[tuple[str, LocalTensor]]:
 
 
 def _static_bytes(planned: Planned, mesh: Mesh, options: Options) -> int:
-    """Return the bytes of a stage's parameters with their optimizer state and gradients, or the sums of these."""
+    """Return the bytes of a stage's parameters with the optimizer state on the device, and gradients or their sums."""
     graph, total = planned.decisions.graph, 0
     sums = {name: tensor.bytes for name, tensor in _inputs(planned, "accumulator")}
     for op in planned.program.ops:
@@ -650,6 +659,8 @@ def _static_bytes(planned: Planned, mesh: Mesh, options: Options) -> int:
             tensor = op.writes[0]
             s = state_bytes(tensor.meta, tensor.spec, mesh, meaning.trainable, options)
             total += s.parameter + s.optimizer + max(s.gradient, sums.get(meaning.name, 0))
+            if meaning.name in planned.program.offloaded_optimizer:
+                total -= moved_state_bytes(tensor.meta, tensor.spec, mesh, options)
     return total
 
 
