@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import InfeasibleError, InputError, SolverError
-from autopar.solver import Edge, Problem, Usage, evaluate, solve
+from autopar.solver import Edge, Problem, Usage, evaluate, relative_gap, solve
 from autopar.solver import clock as solver_clock
 from autopar.solver.dual.dual import Dual
 from autopar.solver.dual.search import Search
@@ -59,6 +59,18 @@ def test_whenever_time_ends_the_best_so_far_is_kept(monkeypatch: pytest.MonkeyPa
     assert solution.objective <= evaluate(problem, first)[0]
     assert 0 <= solution.lower_bound <= solution.objective
     assert seen < looks + 1000
+
+
+def test_a_gap_that_grows_with_the_work_ends_a_solve() -> None:
+    """As where what is left to gain is worth less than the search."""
+    problem = hard_problem(60, 8, limit_share=0.6)
+    with solver_clock.limited(60.0):
+        began = solver_clock.now()
+        found = solve(problem, gap=lambda _: 0.1 * (solver_clock.now() - began), time_limit=30.0)
+        worked_s = solver_clock.now() - began
+    assert evaluate(problem, found.choice) == (found.objective, True)
+    assert 0 < relative_gap(found.objective, found.lower_bound) <= 0.1 * worked_s
+    assert worked_s < 15  # to prove 7 % takes 51
 
 
 def test_reductions_end_when_they_are_late() -> None:

@@ -18,7 +18,7 @@ from autopar.solver.dual.nearest import USED, Relaxed, prices_of, relax_nearest
 from autopar.solver.integer import highs
 from autopar.solver.integer.equations import Equations, coupled
 from autopar.solver.integer.ilp import IlpLimits, build, flow_count, is_slow, magnitude_of
-from autopar.solver.problem import Array, IndexArray, UsagePrices
+from autopar.solver.problem import Array, IndexArray, UsagePrices, relative_gap
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
@@ -188,7 +188,12 @@ def _solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: flo
     if not near.nodes():
         incumbent.offer(near.expand({}), "linear program")
         return
+
+    def is_enough(objective: float, _: float) -> bool:
+        best = min(objective + near.offset, incumbent.objective)
+        return relative_gap(best, incumbent.bound()) <= incumbent.gap_at(best)
+
     model = build(near, max(bound - near.offset, 0.0) or near.offset)
-    result = highs.solve_highs(model, IlpLimits(seconds, incumbent.gap / 4), None)
+    result = highs.solve_highs(model, IlpLimits(seconds, incumbent.gap / 4, is_enough), None)
     if result.choice is not None:
         search_from(near, result.choice, incumbent, "linear program")
