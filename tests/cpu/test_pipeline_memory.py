@@ -24,6 +24,12 @@ def without_offloading(ranks: int) -> Cluster:
     return replace(made.sized(ranks), host=replace(made.host, bandwidth_bytes_per_s=1.0))
 
 
+def gpt2(**sizes: int) -> GPT2LMHeadModel:
+    without_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **without_dropout, n_positions=32, use_cache=False))
+
+
 @cache
 def plan(name: str, micro_batches: int, stages: int = 2, budget: int | None = None) -> PipelinePlan:
     mesh = {"pp": stages, "dp": 4 // stages}
@@ -71,20 +77,7 @@ def test_zero_bubbles_give_way_to_a_budget() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_outputs_of_all_micro_batches_are_held(name) -> None:
     """Logits are the caller's: those of each micro-batch until the last one's, and once more when they are joined."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=8,
-            n_layer=2,
-            n_head=2,
-            vocab_size=2048,
-            n_positions=32,
-            use_cache=False,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-        )
-    )
+    model = gpt2(n_embd=8, n_layer=2, n_head=2, vocab_size=2048)
     ids = torch.randint(2048, (16, 16))
     asked = autopar.Pipeline(stages=2, micro_batches=8, schedule=name)
     batch = {"input_ids": ids, "labels": ids}
@@ -97,9 +90,7 @@ def test_outputs_of_all_micro_batches_are_held(name) -> None:
 
 def test_parameters_of_several_stages_are_stored_alike() -> None:
     """Their parts of the gradient are added up over the stages, shard by shard."""
-    sizes = dict(n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=32, use_cache=False)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0))
+    model = gpt2(n_embd=32, n_layer=4, n_head=4, vocab_size=64)
     ids = torch.randint(3, 64, (8, 16))
     inputs = {"input_ids": ids, "labels": ids}
     options = {

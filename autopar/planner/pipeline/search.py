@@ -531,11 +531,11 @@ class _PipelineSearch:
             elif made.name == "zb":
                 made = zero_bubble(made.ranks, made.micro_batches, lag)
             peaks = self._peaks(made, stages, planned, parts)
-            over = [rank for rank, peak in enumerate(peaks) if peak > self.budget]
-            if made.name == "listed":
-                over = [rank for rank in over if caps[rank] > least[rank]]
-            else:
-                over = [rank for rank in over if made.name == "zb" and lag[rank] >= 0]
+            open_ranks = {
+                "listed": {rank for rank, cap in enumerate(caps) if cap > least[rank]},
+                "zb": {rank for rank, number in enumerate(lag) if number >= 0},
+            }.get(made.name, set())
+            over = [rank for rank in sorted(open_ranks) if peaks[rank] > self.budget]
             if not over:
                 return made, peaks
             for rank in over:

@@ -126,12 +126,7 @@ def _solve(
     extended = asked
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
     most = 1 if active is not None and reweigh is None else MAX_SOLVES
-
-    def enough(cost: float) -> float:
-        return max(gap, search.worthless_gap(cost))
-
-    def reweighed_enough(cost: float) -> float:
-        return max(enough(cost), reweigh or 0.0)
+    reweighed = search.ending_gap(max(gap, reweigh or 0.0))
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
         nonlocal prices_of_memory, basis, extended
@@ -145,7 +140,7 @@ def _solve(
             problem,
             time_limit=max(left_s, LEAST_S),
             backend=search.options.solver,
-            gap=enough,
+            gap=search.ending_gap(gap),
             warm_starts=begin,
             usage_prices=prices_of_memory,
             basis=basis,
@@ -170,7 +165,7 @@ def _solve(
         return peak_usage(extended, active.extend_choice(choice)) if active else 0.0
 
     bound = state.bound if asked.limit <= search.budget else -math.inf
-    found = objective.minimize(asked, solve_from, reweighed_enough, seeds, most, lambda: now() > until, bound, used)
+    found = objective.minimize(asked, solve_from, reweighed, seeds, most, lambda: now() > until, bound, used)
     proven = relative_gap(found.objective, found.lower_bound) <= search.options.gap
     return replace(found, proven=proven), replace(state, usage_prices=prices_of_memory, basis=basis)
 
@@ -204,11 +199,7 @@ def solve_with_shardings(
     """
     objective = state.joint
     assert objective is not None
-
-    def enough(cost: float) -> float:
-        return max(gap, search.worthless_gap(cost))
-
-    found = None
+    enough, found = search.ending_gap(gap), None
     for _ in range(rounds):
         problem = constrained(search, state, objective, active, search.budget)
         problem = active.extend(without_recomputing(objective, problem, boundaries))

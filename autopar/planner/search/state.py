@@ -24,7 +24,7 @@ from autopar.planner.search.candidates import BaselineCandidate, Candidate
 from autopar.planner.search.fitting import scheduled
 from autopar.plans.records import SearchRecord
 from autopar.program import Program
-from autopar.solver import Basis, Solution, UsagePrices
+from autopar.solver import Basis, Gap, Solution, UsagePrices
 from autopar.solver.clock import now
 
 Choice = tuple[int, ...]
@@ -119,6 +119,10 @@ class Search:
         if id(result) not in self._tried:
             self._tried[id(result)] = result, Candidate.tried(result.program, self.prices, self.options)
         return self._tried[id(result)][1]
+
+    def ending_gap(self, least: float) -> Gap:
+        """The relative gap at which a solve ends: ``least``, or that at which it pays to end."""
+        return lambda cost: max(least, self.worthless_gap(cost))
 
     def worthless_gap(self, cost: float) -> float:
         """The relative gap at which it pays to end: that which was asked, or that at which a run of

@@ -187,15 +187,16 @@ def simulate_pipeline(
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         ahead = _prologue(prologue, mesh, values, seed)
         places = [Place(mesh) for _ in schedule.order]
-        loops = []
+        loops, feeds = [], []
         for position, place in enumerate(places):
             own = {s.number: s for s in stages if schedule.rank_of[s.number] == position}
             held = _held(own.values(), place, values)
             feed = _Feed(place, values, held, ahead, seed, buffers, made, changed)
+            feeds.append(feed)
             loops.append(Loop(own, len(stages), place, schedule.micro_batches, feed))  # type: ignore[arg-type]
         _run(schedule, stages, places, loops)
-        for loop in loops:
-            loop.feed.join_outputs()  # type: ignore[attr-defined]
+        for feed in feeds:
+            feed.join_outputs()
     grads: dict[str, Tensor] = {}
     for loop in loops:
         specs = {o.name: (spec, meta) for s in loop.stages.values() for o, spec, meta in s.program.gradients}

@@ -40,7 +40,7 @@ class Incumbent:
         refuses: Refuses | None = None,
     ) -> None:
         self.problem = problem
-        self._gap = gap_of(gap)
+        self.gap_at = gap_of(gap)
         self.choice: tuple[int, ...] | None = None
         self.objective = math.inf
         self.lower_bound = 0.0  # no cost is negative
@@ -60,10 +60,6 @@ class Incumbent:
     def gap(self) -> float:
         """The relative gap at which the search ends now."""
         return self.gap_at(self.objective)
-
-    def gap_at(self, objective: float) -> float:
-        """The relative gap at which it would end with this objective."""
-        return self._gap(objective)
 
     def seconds(self) -> float:
         """By the clock of searches, which counts work."""
