@@ -22,6 +22,7 @@ from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
 from autopar.program import LocalTensor, Op, Sent
 from autopar.sharding import ShardingSpec
+from autopar.sharding.strategy import ring_axes
 from autopar.spmd import Lowered
 
 WIDTH = 120
@@ -232,7 +233,7 @@ class _Printer:
         if len(comments) > 1 and len(set(comments)) == 1:
             comments = [f"{comments[0]} each"]
         comments += [f"Triton kernel {k}" for k in self._kernels(node) if items]
-        comments += self._lent(node)
+        comments += self._shared(node)
         comment = f"  # {printable('; '.join(comments))}" if comments else ""
         line = f"    {left} = {right}{comment}"
         return [line] if len(line) <= WIDTH else [*_comment_lines(comment), *_wrapped_assignment(left, right)]
@@ -241,10 +242,18 @@ class _Printer:
         op = node.meta.get("op")
         return op.kernels[:1] if isinstance(op, Op) and not op.exchanges else ()
 
-    def _lent(self, node: fx.Node) -> list[str]:
-        """Describe the rows that a call lends and gets back."""
+    def _shared(self, node: fx.Node) -> list[str]:
+        """Describe what ranks send each other to share the work of a call: rows that they lend, or blocks on a ring."""
         op = node.meta.get("op")
-        if not isinstance(op, Op) or op.loan is None or node.target is operator.getitem:
+        if not isinstance(op, Op) or node.target is operator.getitem:
+            return []
+        if op.strategy is not None and ring_axes(op.strategy):
+            round_ = next(s for s in op.sent if s.operand)
+            moved = sum(s.bytes for s in op.sent) - round_.bytes
+            seconds = _microseconds(sum(s.seconds for s in op.sent))
+            said = f"passes {round_.bytes:,} bytes over {self._where(round_.axis)}"
+            return [f"{said}, reorders {moved:,}, {seconds}" if moved else f"{said}, {seconds}"]
+        if op.loan is None:
             return []
         there, back = op.sent
         seconds = _microseconds(there.seconds + back.seconds)

@@ -58,6 +58,8 @@ CALLED |= {
         "product_scatter",
         "reduce_scatter",
         "reduce_scatter_bucket",
+        "ring_attention",
+        "ring_attention_backward",
         "route",
         "section",
         "send",

@@ -80,6 +80,8 @@ OPERANDS = {
 SHORTENED = {
     "balanced_attention": "attention",
     "balanced_attention_backward": "attention_backward",
+    "ring_attention": "attention",
+    "ring_attention_backward": "attention_backward",
     "linear_of_transposed": "linear",
     "add_": "add",
     "mul_": "mul",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -19,14 +19,16 @@ from torch import fx
 from autopar import spmd
 from autopar._torch import LazyGraphModule, changes_arguments
 from autopar.garbage import collected_later
-from autopar.ir import Graph, Output, Phase, TensorMeta, Value
+from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import NEEDS_CONTIGUOUS
 from autopar.planner.graphs.accumulation import accumulation_program
 from autopar.program import LocalTensor, Op, Program
-from autopar.sharding import LocalChoice, LocalLength, LocalOffset, ShardingSpec, local_length
+from autopar.sharding import Loan, LocalChoice, LocalLength, LocalOffset, ShardingSpec, Strategy, local_length
+from autopar.sharding.strategy import ring_axes
 from autopar.spmd import Lowered
 from autopar.strategies import Combine, Gathered, Operand, combine, localize
+from autopar.strategies.registry import Metas
 
 aten = torch.ops.aten
 
@@ -236,9 +238,8 @@ class _Builder:
         if name.rpartition(".")[0] in NEEDS_CONTIGUOUS:
             made = tuple(map(self._dense, made[0])), made[1]
         target = resolve_op(name)
-        if op.loan is not None:
-            given = {"length": op.loan.n, "axes": list(op.loan.axes), "lent": list(op.loan.lent)}
-            target, made = BALANCED[node.packet], (made[0], {**made[1], **given})
+        if (shared := shared_attention(node, op.strategy, op.loan, metas)) is not None:
+            target, made = shared[0], (made[0], {**made[1], **shared[1]})
         if target in spmd.RINGS:
             made = (self.rank, *made[0]), made[1]
         if op.in_place:
@@ -390,10 +391,20 @@ class _Builder:
         return {**kwargs, "device": self._call(spmd.device, (self.rank,))}
 
 
-BALANCED: Mapping[str, Callable[..., Any]] = {
-    "autopar.attention": spmd.balanced_attention,
-    "autopar.attention_backward": spmd.balanced_attention_backward,
-}
+def shared_attention(
+    node: Node, strategy: Strategy, loan: Loan | None, metas: Metas
+) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """Return the function by which ranks share an attention's work, and its further options; None if they do not."""
+    backward = node.packet.endswith("_backward")
+    if loan is not None:
+        terms = {"length": loan.n, "axes": list(loan.axes), "lent": list(loan.lent)}
+        return spmd.balanced_attention_backward if backward else spmd.balanced_attention, terms
+    if node.packet.startswith("autopar.attention") and (axes := ring_axes(strategy)):
+        terms = {"length": metas[2 if backward else 1].shape[2], "axes": list(axes)}
+        return spmd.ring_attention_backward if backward else spmd.ring_attention, terms
+    return None
+
+
 """The functions of ranks that lend each other rows."""
 
 ACROSS_RANKS = ".across_ranks"

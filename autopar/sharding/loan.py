@@ -97,9 +97,9 @@ def share(n: int, axes: Sequence[int], lent: Sequence[int], mesh: Mesh, coordina
     """Return what the rank at ``coordinate`` does, given how many rows each rank along ``axes`` lends."""
     other = mirrored(axes, mesh, coordinate)
     start, size = offset(n, axes, mesh, coordinate), length(n, axes, mesh, coordinate)
-    guests = lent[_index(axes, mesh, other)]
+    guests = lent[number(axes, mesh, other)]
     end = offset(n, axes, mesh, other) + length(n, axes, mesh, other)
-    return Share(start, start + size, lent[_index(axes, mesh, coordinate)], guests, end - guests if guests else 0)
+    return Share(start, start + size, lent[number(axes, mesh, coordinate)], guests, end - guests if guests else 0)
 
 
 def mirrored(axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -> tuple[int, ...]:
@@ -107,9 +107,9 @@ def mirrored(axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -> tupl
     return tuple(mesh.shape[a] - 1 - i if a in axes else i for a, i in enumerate(coordinate))
 
 
-def _index(axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -> int:
-    """Return the number of a rank along ``axes``."""
-    number = 0
+def number(axes: Sequence[int], mesh: Mesh, coordinate: Sequence[int]) -> int:
+    """Return the number of a rank along ``axes``, in row-major order."""
+    found = 0
     for a in axes:
-        number = number * mesh.shape[a] + coordinate[a]
-    return number
+        found = found * mesh.shape[a] + coordinate[a]
+    return found

@@ -31,12 +31,13 @@ from autopar.spmd.lowered import Ends, Lowered, Results
 from autopar.spmd.placements import from_placements, to_placements
 from autopar.spmd.products import PRODUCTS, gather_product, product_scatter
 from autopar.spmd.ranks import LocalRank, ProcessRank, Rank, at_micro_batch, local_ranks
+from autopar.spmd.ring_attention import RING_ATTENTION, ring_attention, ring_attention_backward
 from autopar.spmd.rings import simulate_ring
 from autopar.spmd.routing import ROUTINGS, collect, route, send
 from autopar.spmd.sections import section
 from autopar.spmd.transfers import HostTensor, Transfer, allocating_on_host, arrived, fetch, host_memory, offload
 
-RINGS = {**PRODUCTS, **LENDING, **ROUTINGS}
+RINGS = {**PRODUCTS, **LENDING, **RING_ATTENTION, **ROUTINGS}
 """The generators of functions in which ranks exchange several times."""
 
 __all__ = [
@@ -79,6 +80,8 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_bucket",
     "resolve",
+    "ring_attention",
+    "ring_attention_backward",
     "route",
     "section",
     "send",

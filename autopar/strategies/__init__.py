@@ -3,14 +3,12 @@
 from autopar.strategies import rules  # noqa: F401  registers every rule
 from autopar.strategies.combine import Combine, Gathered, Operand
 from autopar.strategies.enumerate import (
-    MOVED,
     bound,
     combine,
     flops,
     halos,
     lent,
     missing_rule,
-    moved_axes,
     strategies,
 )
 from autopar.strategies.localize import localize
@@ -18,7 +16,6 @@ from autopar.strategies.notation import Bound, Equation, bind, parse
 from autopar.strategies.registry import Rule, find_lowering, find_rule, lowering, register_rule, registered, rule
 
 __all__ = [
-    "MOVED",
     "Bound",
     "Combine",
     "Equation",
@@ -36,7 +33,6 @@ __all__ = [
     "localize",
     "lowering",
     "missing_rule",
-    "moved_axes",
     "parse",
     "register_rule",
     "registered",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from autopar.ir import Node, TensorMeta
@@ -16,7 +16,7 @@ from autopar.mesh import Mesh
 from autopar.sharding.halo import Halo
 from autopar.sharding.loan import Loan
 from autopar.sharding.spec import Reduction, ShardingSpec, length
-from autopar.sharding.strategy import Strategy
+from autopar.sharding.strategy import MOVED, RING, Strategy
 from autopar.strategies.combine import Combine
 from autopar.strategies.notation import Bound, Equation, bind, parse
 from autopar.strategies.registry import (
@@ -35,9 +35,6 @@ _cache: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
 _bounds: dict[tuple[object, ...], Bound | None] = {}
 on_change(_cache.clear)
 on_change(_bounds.clear)
-
-MOVED = ">"
-"""Between the factors that an axis cuts outside and inside of an op."""
 
 Cuts = Mapping[str, tuple[int, ...]]
 """The mesh axes that cut each factor, in increasing order."""
@@ -100,10 +97,10 @@ def _enumerate(node: Node, metas: Metas, mesh: Mesh) -> Iterator[Strategy]:
     linear = _linear(rule, node, metas)
     even = {f for f in fitted.sizes if rule.even} | set(_grouped(fitted))
     seen: set[tuple[object, ...]] = set()
-    moves = rule.moves if isinstance(rule.moves, tuple) else rule.moves(node, metas)
-    options = [_choices(fitted, linear, moves, k) for k in mesh.shape]
+    moves, rings = _pairs(rule.moves, node, metas), _pairs(rule.rings, node, metas)
+    options = [_choices(fitted, linear, moves, rings, k) for k in mesh.shape]
     for axes in itertools.product(*options):
-        if moves and not _tells_rows(axes, moves):
+        if (moves and not _tells_rows(axes, moves)) or any(f"{s}{RING}{t}" in axes and s in axes for s, t in rings):
             continue
         made = _strategy(fitted, axes, linear, even, rule.reduction, mesh)
         if made is not None and _sliding(fitted, axes) and halos(node, made, metas, mesh) is None:
@@ -137,10 +134,15 @@ def lent(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Loan | Non
     return None if find is None else find(node, strategy, metas, mesh)
 
 
-def _choices(fitted: Bound, linear: LinearSets, moves: Moves, ways: int) -> tuple[str, ...]:
+def _pairs(pairs: Moves | Callable[[Node, Metas], Moves], node: Node, metas: Metas) -> Moves:
+    return pairs if isinstance(pairs, tuple) else pairs(node, metas)
+
+
+def _choices(fitted: Bound, linear: LinearSets, moves: Moves, rings: Moves, ways: int) -> tuple[str, ...]:
     if ways == 1:
         return ("",)
-    both = (f"{a}{MOVED}{e}" for a, e in moves if {a, e} <= set(fitted.cuttable))
+    both = [f"{a}{MOVED}{e}" for a, e in moves if {a, e} <= set(fitted.cuttable)]
+    both += [f"{s}{RING}{t}" for s, t in rings if s in fitted.cuttable and fitted.sizes[t] > 1]
     return ("", *fitted.cuttable, *both, *(f"P{i}" for i in range(len(linear))))
 
 
@@ -159,26 +161,22 @@ def _tells_rows(axes: Sequence[str], moves: Moves) -> bool:
     return True
 
 
-def moved_axes(strategy: Strategy) -> tuple[int, ...]:
-    """Return the axes whose ranks exchange what the op reads: they cut one factor outside, and another inside."""
-    return tuple(axis for axis, choice in enumerate(strategy.axes) if MOVED in choice)
-
-
 def _strategy(
     fitted: Bound, axes: Sequence[str], linear: LinearSets, even: set[str], reduction: Reduction, mesh: Mesh
 ) -> Strategy | None:
     """Return the strategy in which mesh axis ``i`` does ``axes[i]``, or None if the shapes forbid it."""
-    chosen = [a.split(MOVED) for a in axes]
+    rings = {i for i, a in enumerate(axes) if RING in a}
+    chosen = [a.split(RING if RING in a else MOVED) for a in axes]
     cuts = {f: tuple(i for i, a in enumerate(chosen) if f in a) for a in chosen for f in a if f in fitted.sizes}
-    outside = {a[0] for a in chosen if len(a) > 1}
-    inside = {i: a[1] for i, a in enumerate(chosen) if len(a) > 1}
+    outside = {a[0] for i, a in enumerate(chosen) if len(a) > 1 and i not in rings}
+    inside = {i: a[1] for i, a in enumerate(chosen) if len(a) > 1 and i not in rings}
     lengths = ((n, f, at) for f, at in cuts.items() for n in (fitted.sizes[f], *fitted.tied.get(f, ())))
     if not all(_fits(n, at, mesh, f in even) for n, f, at in lengths):
         return None
     partial_in: list[dict[int, Reduction]] = [{} for _ in fitted.inputs]
     passed: dict[int, Reduction] = {}
     for axis, choice in enumerate(axes):
-        if choice and axis not in inside and choice not in cuts:
+        if choice and axis not in inside and axis not in rings and choice not in cuts:
             passed[axis] = "sum"
             for operand in linear[int(choice[1:])]:
                 partial_in[operand][axis] = "sum"
@@ -193,7 +191,8 @@ def _strategy(
         if result is None:
             outputs.append(None)
             continue
-        completes = {a: reduction for f, at in cuts.items() if _sums(fitted, index, f) for a in at if a not in inside}
+        summed = {a for f, at in cuts.items() if _sums(fitted, index, f) for a in at}
+        completes = dict.fromkeys(sorted(summed - inside.keys() - rings), reduction)
         spec = _spec(result, fitted, _cuts_of(result, cuts, outside, inside), {**passed, **completes}, mesh)
         if spec is None:
             return None

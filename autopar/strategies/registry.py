@@ -71,6 +71,8 @@ class Rule:
         even: whether factors are cut only if they divide evenly.
         moves: pairs of factors (a, e) that one mesh axis may cut together: e in the terms that have it, a in all
             others. The op then exchanges what has to be elsewhere.
+        rings: pairs of factors (s, t) that one mesh axis may cut together, t even if it is not cut by itself. Blocks of
+            the operands that have t then go round a ring, and no result is partial.
     """
 
     op: str
@@ -82,6 +84,7 @@ class Rule:
     elementwise: bool = False
     even: bool = False
     moves: Moves | Callable[[Node, Metas], Moves] = ()
+    rings: Moves | Callable[[Node, Metas], Moves] = ()
 
 
 _rules: dict[str, Rule] = {}
@@ -103,6 +106,7 @@ def rule(
     elementwise: bool = False,
     even: bool = False,
     moves: Moves | Callable[[Node, Metas], Moves] = (),
+    rings: Moves | Callable[[Node, Metas], Moves] = (),
     override: bool = False,
 ) -> Rule:
     """Register how ``op`` may be sharded. The arguments are those of ``Rule``.
@@ -125,7 +129,7 @@ def rule(
             found=repr(_rules[name].notation),
             hint="pass override=True to replace it.",
         )
-    made = Rule(name, notation, linear, reduction, dict(shape_args or {}), flops, elementwise, even, moves)
+    made = Rule(name, notation, linear, reduction, dict(shape_args or {}), flops, elementwise, even, moves, rings)
     _rules[name] = made
     _changed()
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -53,6 +54,7 @@ def experts() -> Iterator[Sample]:
 
 def attention() -> Iterator[Sample]:
     seed = torch.tensor(7)
+    documents = torch.tensor([0, 0, 1, 2])[:, None] == torch.tensor([0, 0, 0, 1, 1, 3])
     cases: list[tuple[int, int, int, Tensor | None, dict[str, Any]]] = [
         (4, 4, 5, None, {"is_causal": True}),
         (4, 2, 4, None, {"is_causal": False}),
@@ -61,10 +63,13 @@ def attention() -> Iterator[Sample]:
         (4, 4, 4, x(4, 6), {"is_causal": False, "dropout_p": 0.5}),
         (6, 3, 5, None, {"is_causal": True, "dropout_p": 0.25}),
         (4, 2, 13, None, {"is_causal": True}),
+        (4, 2, 12, None, {"is_causal": True, "width": 3}),  # as wide as queries, for which there are kernels
+        (4, 2, 4, documents, {"is_causal": False}),  # some rows read nothing, some nothing of a block
+        (2, 2, 4, torch.zeros(4, 6).masked_fill(~documents, -math.inf).double(), {"is_causal": False, "width": 3}),
     ]
     for heads, groups, queries, allowed, changes in cases:
         keys = queries if changes["is_causal"] else 6
-        q, k, v = x(2, heads, queries, 3), x(2, groups, keys, 3), x(2, groups, keys, 4)
+        q, k, v = x(2, heads, queries, 3), x(2, groups, keys, 3), x(2, groups, keys, changes.pop("width", 4))
         options: dict[str, Any] = {
             "scale": 0.5,
             "dropout_p": 0.0,

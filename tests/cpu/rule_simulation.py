@@ -15,8 +15,8 @@ from torch import Tensor
 from autopar import spmd
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
-from autopar.passes.lower import BALANCED
-from autopar.sharding import Loan, ShardingSpec, Strategy
+from autopar.passes.lower import shared_attention
+from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.halo import Halo
 from autopar.sharding.local import LocalChoice, LocalLength, LocalOffset
 from autopar.sharding.spec import length, offset
@@ -105,8 +105,8 @@ def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
         own = [s[rank] for s in shards]
         operands = Operands(iter(own), own, gathered.get(rank, []))
         calls.append(([_local(a, operands, mesh, rank) for a in args], _local_options(kwargs, operands, mesh, rank)))
-    loan = lent(case.node, strategy, case.metas, mesh)
-    made = [find_op(op)(*a, **k) for a, k in calls] if loan is None else lending(case.node, loan, mesh, calls)
+    together = shared(case.node, strategy, case.metas, mesh, calls)
+    made = [find_op(op)(*a, **k) for a, k in calls] if together is None else together
     results = dict(zip(ranks, map(_results, made), strict=True))
     for index, (expected, spec) in enumerate(zip(case.results, strategy.outputs, strict=True)):
         if expected is None:
@@ -120,11 +120,21 @@ def check_strategy(case: Sample, strategy: Strategy, mesh: Mesh) -> None:
             assert_same(piece, whole, f"result {index} on rank {rank}", tolerance)
 
 
-def lending(node: Node, loan: Loan, mesh: Mesh, calls: Sequence[Any], meters: Sequence[Any] = ()) -> list[Any]:
-    """Run the calls of all ranks of an op in which they lend each other rows."""
-    terms = {"length": loan.n, "axes": loan.axes, "lent": loan.lent}
-    ring = spmd.RINGS[BALANCED[node.packet]]
-    return spmd.simulate_ring(ring, spmd.local_ranks(mesh), [(a, {**k, **terms}) for a, k in calls], meters)
+def shared(
+    node: Node,
+    strategy: Strategy,
+    metas: Sequence[TensorMeta],
+    mesh: Mesh,
+    calls: Sequence[Any],
+    meters: Sequence[Any] = (),
+) -> list[Any] | None:
+    """Run the calls of all ranks of an attention whose work they share; None if they do not."""
+    found = shared_attention(node, strategy, lent(node, strategy, metas, mesh), metas)
+    if found is None:
+        return None
+    function, terms = found
+    ring, ranks = spmd.RINGS[function], spmd.local_ranks(mesh)
+    return spmd.simulate_ring(ring, ranks, [(a, {**k, **terms}) for a, k in calls], meters)
 
 
 def summaries(told: Combine, shards: list[Any], mesh: Mesh) -> dict[tuple[int, ...], list[Tensor]]:

@@ -18,7 +18,7 @@ from autopar.mesh import Mesh
 from autopar.planner.graphs.routed import with_routed_experts
 from autopar.planner.search.forms import as_planned, plan_forms
 from autopar.program import Program
-from autopar.strategies import moved_axes
+from autopar.sharding.strategy import moved_axes
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import (
     Promoted,

@@ -18,8 +18,9 @@ from autopar.mesh import Mesh
 from autopar.passes.lower import resolve_op
 from autopar.sharding import LocalLength, LocalOffset, ShardingSpec, Strategy
 from autopar.sharding.spec import length, offset
+from autopar.sharding.strategy import moved_axes
 from autopar.spmd import local_ranks
-from autopar.strategies import localize, moved_axes, strategies
+from autopar.strategies import localize, strategies
 from tests.cpu.rule_simulation import assert_same, completed, meta, shard
 
 OPS = torch.ops.autopar

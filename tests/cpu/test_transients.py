@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar import passes, planner
 from autopar.mesh import Mesh
+from autopar.passes.lower import shared_attention
 from autopar.planner.footprint.layouts import Layout, contiguous, results
 from autopar.planner.footprint.local_op import LocalOp, local_op
 from autopar.planner.footprint.transients import transients
@@ -18,7 +19,7 @@ from autopar.planner.footprint.transients_of_indexing import excess_bytes
 from autopar.planner.footprint.transients_of_norms import summary_bytes
 from autopar.runtime.meter import MemoryMeter
 from autopar.runtime.simulation import simulate_program
-from autopar.sharding import Loan, Strategy
+from autopar.sharding import Strategy
 from autopar.strategies import Combine, combine, halos, lent, localize, strategies
 from autopar.strategies.combine import Call
 from autopar.tracer import ColoTracer
@@ -30,9 +31,9 @@ from tests.cpu.rule_simulation import (
     _local,
     _local_options,
     find_op,
-    lending,
     sample,
     shard,
+    shared,
     summaries,
     windowed,
 )
@@ -130,8 +131,8 @@ def alone(case: Sample, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[int, i
     ranks, shards = [mesh.coordinate(r) for r in range(mesh.size)], shards_of(case, strategy, mesh)
     for h in halos(case.node, strategy, case.metas, mesh) or ():
         shards[h.operand] = {rank: windowed(shards[h.operand], h, rank) for rank in ranks}
-    if (loan := lent(case.node, strategy, case.metas, mesh)) is not None:
-        yield from in_debt(case, strategy, mesh, loan, shards)
+    if shared_attention(case.node, strategy, lent(case.node, strategy, case.metas, mesh), case.metas):
+        yield from sharing(case, strategy, mesh, shards)
         return
     for rank in ranks:
         own = [s[rank].clone(memory_format=torch.contiguous_format) for s in shards]
@@ -141,10 +142,10 @@ def alone(case: Sample, strategy: Strategy, mesh: Mesh) -> Iterator[tuple[int, i
         yield metered(localize(case.node, strategy, case.metas, mesh), own, (), mesh, rank), made + transients(one)
 
 
-def in_debt(
-    case: Sample, strategy: Strategy, mesh: Mesh, loan: Loan, shards: list[dict[tuple[int, ...], Tensor]]
+def sharing(
+    case: Sample, strategy: Strategy, mesh: Mesh, shards: list[dict[tuple[int, ...], Tensor]]
 ) -> Iterator[tuple[int, int]]:
-    """The same of an op in which ranks lend each other rows."""
+    """The same of an attention whose work ranks share."""
     _, args, kwargs = localize(case.node, strategy, case.metas, mesh)
     ranks, meters, calls = [mesh.coordinate(r) for r in range(mesh.size)], [MemoryMeter() for _ in range(mesh.size)], []
     for rank, meter in zip(ranks, meters, strict=True):
@@ -153,7 +154,7 @@ def in_debt(
         calls.append(([_local(a, operands, mesh, rank) for a in args], _local_options(kwargs, operands, mesh, rank)))
         meter.hold(own)
     before = [m.held for m in meters]
-    lending(case.node, loan, mesh, calls, meters)
+    shared(case.node, strategy, case.metas, mesh, calls, meters)
     for rank, meter, held in zip(ranks, meters, before, strict=True):
         one = on_rank(case, strategy, mesh, rank, [s[rank] for s in shards])
         yield meter.peak - held, one.written + transients(one)

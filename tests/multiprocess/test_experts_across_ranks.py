@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 
 from autopar.errors import InfeasibleError, RankError
-from autopar.strategies import moved_axes
+from autopar.sharding.strategy import moved_axes
 from tests.multiprocess.test_emitted_files import checked
 from tests.multiprocess.training_models import gradient_distance, pair
 from tests.ranks import run_ranks

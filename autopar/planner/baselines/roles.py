@@ -27,8 +27,8 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.problem.decide import Decisions, Variable
 from autopar.planner.problem.restricted import solve_sliced
 from autopar.sharding import ShardingSpec, Strategy
+from autopar.sharding.strategy import MOVED, RING, moved_axes
 from autopar.solver import Problem, Tied, fold
-from autopar.strategies import MOVED, moved_axes
 from autopar.strategies.registry import find_lending
 
 Mask = npt.NDArray[np.bool_]
@@ -297,7 +297,9 @@ class Restrictions:
     def _context_role(self, node: Node) -> Role:
         factors, rule = self.sequence.get(node.name, frozenset()), self.flow.rules[node.name]
         if node.name in self._attention and rule is not None:
-            return "among", frozenset(rule.cuttable) - self.batch[node.name]
+            options = self.decisions.variables[self.decisions.index[node.name]].options
+            rings = {c for o in options for c in o.axes if RING in c}
+            return "among", frozenset(rule.cuttable) - self.batch[node.name] | rings
         return ("among", factors) if factors else UNCUT
 
     def _tensor_role(self, node: Node, baseline: Baseline, tensor: TensorParallel | None) -> Role:

@@ -17,7 +17,7 @@ from autopar.ir import Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.footprint.op_work import bytes_moved, local_bytes
 from autopar.sharding import ShardingSpec, Step, Strategy
-from autopar.strategies import moved_axes
+from autopar.sharding.strategy import moved_axes
 
 KERNEL_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 COPIED_DTYPES = KERNEL_DTYPES | {"int8", "uint8", "int16", "int32", "int64"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,8 @@ from autopar.planner.footprint.layouts import Layout, contiguous, permuted, poin
 from autopar.planner.footprint.local_op import BLOCKS, SCALARS, Formulas, LocalOp, wide
 from autopar.sharding import Loan
 from autopar.sharding.loan import share
+from autopar.sharding.strategy import ring_axes
+from autopar.sharding.zigzag import shards, zigzag
 from autopar.strategies import lent
 
 
@@ -126,6 +129,12 @@ def _has_mask(op: LocalOp, position: int) -> bool:
 def _attention(op: LocalOp) -> int:
     if (loan := _loan(op)) is not None:
         return _balanced(op, loan, 0, _attention_by_rows)
+    if axes := ring_axes(op.strategy):
+        return _on_a_ring(op, axes, 0)
+    return _attention_alone(op)
+
+
+def _attention_alone(op: LocalOp) -> int:
     flash = _flash(op, 0, _has_mask(op, 3))
     return _attention_by_rows(op, _all_rows(op, 0)) if flash is None else flash
 
@@ -146,6 +155,12 @@ def _attention_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
 def _attention_backward(op: LocalOp) -> int:
     if (loan := _loan(op)) is not None:
         return _balanced(op, loan, 1, _backward_by_rows)
+    if axes := ring_axes(op.strategy):
+        return _on_a_ring(op, axes, 1)
+    return _backward_alone(op)
+
+
+def _backward_alone(op: LocalOp) -> int:
     flash = _flash(op, 1, _has_mask(op, 4))
     return _backward_by_rows(op, _all_rows(op, 1)) if flash is None else flash
 
@@ -185,6 +200,70 @@ def _balanced(op: LocalOp, loan: Loan, q: int, by_rows: Callable[[LocalOp], int]
         made + guests_made + returned + joined,
     )
     return at_most - op.written
+
+
+def _on_a_ring(op: LocalOp, axes: tuple[int, ...], q: int) -> int:
+    """Return at most the bytes of an attention on a ring, as in ``spmd.ring_attention``.
+
+    These are rows on their way into another order and in that order, the block at hand and those on their way, sums in
+    the accumulation dtype, and the call of the block. Causal attention calls all rows with a rank's own block or with
+    half of another, or half of the rows with a whole one; with dropout it calls halves of both.
+
+    Args:
+        q: the position of the queries, before which there is nothing or the gradient of the result.
+    """
+    causal, dropout, masked = *(bool(op.node.kwarg(k)) for k in ("is_causal", "dropout_p")), _has_mask(op, q + 3)
+    n = op.metas[q + 1].shape[2]
+    shares = [*shards(n, axes, op.mesh), *(zigzag(n, axes, op.mesh) if causal else ())]
+    keys = max(block.rows for block in shares)
+    rows = keys if causal else op.operands[q][0].shape[2]
+    size, given = wide(op.operands[q][1]), op.operands[q][1]
+    whole = _call(op, q, rows, keys)
+    block = sum(map(op.nbytes, whole.operands[q + 1 : q + 3]))
+    ordered = sum(op.nbytes(x) for i, x in enumerate(whole.operands) if len(x[0].shape) > 2) if causal else 0
+    summed = sum(x.numel * size for x, _ in (whole.results if q else whole.results[:1]))
+    vectors = rows * math.prod(whole.operands[q][0].shape[:2]) * size
+    summed += 0 if q else 2 * vectors
+
+    def work(rows: int, keys: int) -> int:
+        call = _call(op, q, rows, keys)
+        if q:
+            return call.written + _backward_alone(call)
+        merging = 6 * vectors + (call.operands[3][0].numel if masked else 0)
+        merging += call.results[0][0].numel * size if given < size else 0
+        return call.written + max(_attention_alone(call), merging)
+
+    # Beside each call: blocks at hand, to come and copied to be sent; in the backward also gradients that go and come.
+    half = -(-keys // 2)
+    if not causal:
+        most = (4 if q else 2) * block + work(rows, keys)
+    elif dropout:
+        made = block * size // given if q else 0
+        most = (4 * block if q else 5 * block // 2) + made + work(half, half)
+    else:
+        beside = (3, 4) if q else (2, 2.5)
+        most = max(
+            3 * block // 2 + work(rows, keys),
+            int(beside[0] * block) + work(rows, half),
+            int(beside[1] * block) + work(half, keys),
+        )
+    returned = (whole.written if given < size else 0) + (2 * whole.written if causal else 0) + 2 * vectors
+    return max(2 * ordered, ordered + summed + most, summed + returned) - op.written
+
+
+def _call(op: LocalOp, q: int, rows: int, keys: int) -> LocalOp:
+    """Return the attention of some rows to some keys."""
+    masked = _has_mask(op, q + 3)
+
+    def cut(i: int, x: Layout) -> Layout:
+        if masked and i == q + 3:
+            return contiguous((*x.shape[:-1], keys)) if x.shape[-1] > 1 else x
+        return _with_rows(x, (keys if i in (q + 1, q + 2) else rows) if len(x.shape) > 2 else None)
+
+    operands = tuple((cut(i, x), size) for i, (x, size) in enumerate(op.operands))
+    made = [rows, *(keys if q else rows for _ in op.results[1:])]
+    results = tuple((_with_rows(x, n), size) for (x, size), n in zip(op.results, made, strict=True))
+    return replace(op, operands=operands, results=results)
 
 
 def _with_rows(x: Layout, rows: int | None) -> Layout:

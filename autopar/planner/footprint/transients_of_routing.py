@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.planner.footprint.local_op import Formulas, LocalOp, wide
 from autopar.planner.footprint.transients_of_products import POSITION_BYTES
-from autopar.strategies import moved_axes
+from autopar.sharding.strategy import moved_axes
 
 POSITIONS = 12
 """Tensors of positions, flags and keys at a time, of rows or of choices: a bound, as they are small beside rows."""

@@ -36,6 +36,12 @@ ROUNDING = 1e-9
 """Relative difference up to which prices count as equal that were summed in different orders."""
 
 
+def seconds_of_parts(parts: int, part_s: float, message_s: float, overlap: float) -> float:
+    """Return T: the seconds of equal parts of an op, each but the first beside a message."""
+    beside_s = (1 - overlap) * (part_s + message_s) + overlap * max(part_s, message_s)
+    return part_s + (parts - 1) * beside_s
+
+
 class OpPrices(Protocol):
     """The prices of single ops and collectives that a decomposition needs. ``Prices`` implements it."""
 
@@ -95,8 +101,7 @@ class Decomposition:
         if step.kind == "reduce_scatter":  # what comes is added
             launch_s, s_per_byte = prices.compute.copy_line()
             part_s += launch_s + 3 * block * s_per_byte
-        o = prices.overlap
-        return part_s + (group_size - 1) * ((1 - o) * (part_s + hop_s) + o * max(part_s, hop_s))
+        return seconds_of_parts(group_size, part_s, hop_s, prices.overlap)
 
     def _part_seconds(self, pair: Pair) -> float:
         """Return the seconds of one part of the product: one operand and the result are cut, the other operand is read

@@ -23,15 +23,17 @@ from autopar.planner.footprint.implementations import extra_passes, implementati
 from autopar.planner.footprint.op_work import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
 from autopar.planner.pricing.fused import Fused
-from autopar.planner.pricing.overlapped_products import Decomposition, reachable
+from autopar.planner.pricing.overlapped_products import Decomposition, reachable, seconds_of_parts
+from autopar.planner.pricing.ring_attention import ring_traffic
 from autopar.planner.pricing.transfers import EXPOSED_SHARE, offload_seconds, state_seconds
 from autopar.planner.problem.variables import Decisions, Use, Variable, output_key, spec_made, spec_read
 from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.sharding.spec import length
+from autopar.sharding.strategy import moved_axes
 from autopar.solver import Edge
-from autopar.strategies import combine, find_rule, flops, halos, lent, moved_axes
+from autopar.strategies import combine, find_rule, flops, halos, lent
 from autopar.strategies.registry import find_combining, find_lending, find_windows
 
 Array = npt.NDArray[np.float64]
@@ -320,6 +322,15 @@ class Prices:
                 return fused
             fits = [traffic.fits(node, o, metas) for o in options]
             return np.where(fits, fused, self._node_seconds(node, metas, options, None))
+        seconds = self._kernel_seconds(node, metas, options)
+        exchanging = (find(node) for find in (find_windows, find_combining, find_lending))
+        if all(found is None for found in exchanging) and not _moves(node):
+            return seconds
+        inside: Array = np.array([self._exchange_seconds(node, metas, o) for o in options])
+        return seconds + inside
+
+    def _kernel_seconds(self, node: Node, metas: Sequence[TensorMeta], options: Sequence[Strategy]) -> Array:
+        """Return the seconds of an op's own work, without what ranks exchange."""
         total = flops(node, tuple(metas))
         outs = [m for m in node.outputs if m is not None]
         dtype = outs[0].dtype if outs else "float32"
@@ -332,11 +343,7 @@ class Prices:
         passes = np.array([extra_passes(node, o, metas, self.mesh) for o in options])
         if passes.size:
             seconds = seconds + self.compute.seconds_array(0.0, passes, dtype, "memory").sum(axis=1)
-        exchanging = (find(node) for find in (find_windows, find_combining, find_lending))
-        if all(found is None for found in exchanging) and not _moves(node):
-            return seconds
-        inside: Array = np.array([self._exchange_seconds(node, metas, o) for o in options])
-        return seconds + inside
+        return seconds
 
     def sent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> tuple[Sent, ...]:
         """Return the collectives inside an op: rows that neighbours or mirrors send each other, and summaries of the
@@ -359,18 +366,41 @@ class Prices:
             nbytes = sent_rows(node, option, metas, self.mesh)
             seconds = self.collectives.seconds("all_to_all", nbytes, axis)
             found.append(Sent("all_to_all", 0, axis, nbytes, seconds))
-        return (*found, *self._lent(node, metas, option))
+        return (*found, *self._lent(node, metas, option), *self._passed_round(node, metas, option))
 
     def _lent(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> Iterator[Sent]:
         """Yield the permutes of a loan: rows of operands go to the mirrors, and rows of results come back."""
         made = lent(node, option, tuple(metas), self.mesh)
         if made is None:
             return
-        costs, own = self.collectives, length(made.n, made.axes, self.mesh)
+        own = length(made.n, made.axes, self.mesh)
         for rows in (zip(metas, option.inputs, strict=True), zip(node.outputs, option.outputs, strict=True)):
             nbytes = self._cut_bytes(rows, made.axes) // own * made.most
-            axis = max(made.axes, key=lambda a, n=nbytes: costs.seconds("permute", n, a))  # type: ignore[misc]
-            yield Sent("permute", 0, axis, nbytes, costs.seconds("permute", nbytes, axis))
+            yield self._permuted(made.axes, nbytes)
+
+    def _passed_round(self, node: Node, metas: Sequence[TensorMeta], option: Strategy) -> Iterator[Sent]:
+        """Yield the permutes of attention on a ring: rows into zigzag order, blocks beside the work, and results back.
+
+        The seconds of the blocks are those that the work does not hide.
+        """
+        ring = ring_traffic(node, metas, option, self.mesh)
+        if ring is None:
+            return
+
+        part_s = float(self._kernel_seconds(node, metas, (option,))[0]) / ring.ways
+        block_s = self._permuted(ring.axes, ring.block).seconds
+        exposed_s = seconds_of_parts(ring.ways, part_s, block_s, self.overlap) - ring.ways * part_s
+        if ring.there:
+            yield self._permuted(ring.axes, ring.there)
+        blocks = self._permuted(ring.axes, (ring.ways - 1) * ring.block)
+        yield replace(blocks, operand=ring.keys, seconds=exposed_s)
+        if ring.back:
+            yield self._permuted(ring.axes, ring.back)
+
+    def _permuted(self, axes: Sequence[int], nbytes: int) -> Sent:
+        """Return the permute of a message between ranks along ``axes``, by the slowest of them."""
+        axis = max(axes, key=lambda a: self.collectives.seconds("permute", nbytes, a))
+        return Sent("permute", 0, axis, nbytes, self.collectives.seconds("permute", nbytes, axis))
 
     def _cut_bytes(self, tensors: Iterable[tuple[TensorMeta | None, ShardingSpec | None]], axes: Sequence[int]) -> int:
         """Return the bytes of the shards of those tensors that ``axes`` cut."""
@@ -389,7 +419,9 @@ class Prices:
         launch_s, s_per_byte = self.compute.copy_line()
         made = lent(node, option, tuple(metas), self.mesh)
         windows = {h.operand: 2 for h in halos(node, option, tuple(metas), self.mesh) or () if h.copies}
-        if made is not None:
+        if (ring := ring_traffic(node, metas, option, self.mesh)) is not None:
+            copies, moved = 2 * len(sent) + 5 * ring.ways, ring.passes
+        elif made is not None:
             whole = self._cut_bytes(zip(node.outputs, option.outputs, strict=True), made.axes)
             copies, moved = len(sent), 2 * (sent[0].bytes + whole)
         else:

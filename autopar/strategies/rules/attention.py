@@ -1,7 +1,8 @@
 """Scaled-dot-product attention: autopar's own op, and each of torch's kernels.
 
-There are ``g`` groups of keys and values, each read by ``q`` query heads. The keys' sequence is never cut. Where the
-queries' is cut under a causal mask, ranks lend each other rows, since the last rows read the most keys.
+There are ``g`` groups of keys and values, each read by ``q`` query heads. The keys' sequence is only cut together with
+the queries', and then goes round a ring. Where the queries' alone is cut under a causal mask, ranks lend each other
+rows, since the last rows read the most keys.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.sharding.loan import Loan, loan
-from autopar.sharding.strategy import Strategy
+from autopar.sharding.strategy import Strategy, ring_axes
 from autopar.strategies.localize import operand
 from autopar.strategies.registry import LinearSets, LocalCall, Lowering, Metas, autopar, lending, lowering, rule
 from autopar.strategies.rules.autopar_ops import global_offsets, replace_kwargs
@@ -60,7 +61,7 @@ class _Letters:
         return term(names(len(meta.shape), other), range(len(meta.shape)))
 
     def mask(self, meta: TensorMeta) -> str:
-        return " ".join(["b", self.heads, self.queries, "[t]"][4 - len(meta.shape) :])
+        return " ".join(["b", self.heads, self.queries, "[columns]"][4 - len(meta.shape) :])
 
 
 def _has(node: Node, position: int) -> bool:
@@ -112,8 +113,10 @@ def _attention_backward_flops(node: Node, metas: Metas) -> float:
     return BACKWARD * _products(*metas[1:4])
 
 
-rule(autopar.attention, _attention, flops=_attention_flops)
-rule(autopar.attention_backward, _attention_backward, linear=GRADIENT, flops=_attention_backward_flops)
+RINGS = (("s", "t"),)
+
+rule(autopar.attention, _attention, flops=_attention_flops, rings=RINGS)
+rule(autopar.attention_backward, _attention_backward, linear=GRADIENT, flops=_attention_backward_flops, rings=RINGS)
 
 
 def _lower_attention(queries: int) -> Lowering:
@@ -130,7 +133,8 @@ def _lower_attention(queries: int) -> Lowering:
 
 def _lends(queries: int) -> Callable[[Node, Strategy, Metas, Mesh], Loan | None]:
     def lent(node: Node, strategy: Strategy, metas: Metas, mesh: Mesh) -> Loan | None:
-        axes = strategy.inputs[queries].dims[2] if node.kwarg("is_causal") else ()
+        alone = node.kwarg("is_causal") and not ring_axes(strategy)
+        axes = strategy.inputs[queries].dims[2] if alone else ()
         return loan(metas[queries].shape[2], axes, mesh)
 
     return lent

@@ -1,0 +1,160 @@
+"""Attention whose queries, keys and values are all cut by their sequence: blocks go round, and all equals one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autopar
+from autopar.mesh import Mesh
+from autopar.planner.pricing.prices import Prices
+from autopar.program import Op, Sent
+from autopar.sharding.strategy import ring_axes
+from autopar.sharding.zigzag import Block, zigzag
+from tests.cpu.model_checks import Promoted, assert_equal, eager
+from tests.cpu.test_context_parallel import gpt2, llama, made, planned, simulated
+
+
+@pytest.fixture(autouse=True)
+def lending_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let attention on a ring be cheaper than whole keys, which it seldom is in small models."""
+    lent = Prices._lent
+
+    def slow(*given: object) -> Iterator[Sent]:
+        return (replace(s, seconds=1.0) for s in lent(*given))
+
+    monkeypatch.setattr(Prices, "_lent", slow)
+
+
+def rings(plan: autopar.Plan) -> list[Op]:
+    return [op for op in plan.program.ops if op.strategy is not None and ring_axes(op.strategy)]
+
+
+@pytest.mark.parametrize(
+    ("build", "mesh", "tokens", "search"),
+    [
+        (llama, (2,), 16, "CP"),
+        (llama, (4,), 30, "CP"),
+        (gpt2, (2, 2), 25, "CP"),
+        (llama, (2, 2), 24, "FSDP x CP"),
+        pytest.param(gpt2, (3,), 61, "CP", marks=pytest.mark.slow),
+        pytest.param(llama, (2, 4), 64, "CP", marks=pytest.mark.slow),
+        pytest.param(gpt2, (8,), 61, "CP", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_whose_attention_runs_on_a_ring_equals_one_device(build, mesh, tokens, search) -> None:
+    model, inputs = made(build, tokens, rows=2)
+    with Promoted():
+        expected = eager(model, inputs)
+    plan = planned(model, inputs, mesh, search)
+    axes = tuple(range(len(mesh))) if search == "CP" else (1,)
+    assert [ring_axes(op.strategy) for op in rings(plan)] == [axes] * 4
+    found, peak = simulated(model, inputs, plan)
+    assert_equal(found, expected, 1e-9)
+    assert peak <= plan.peak_memory
+
+
+def test_dropout_on_a_ring_is_that_of_one_device() -> None:
+    model, inputs = made(llama, 32, dropout=0.3)
+    with Promoted():
+        whole = autopar.plan(model, inputs, mesh=(1,), cluster="dgx-h100")
+    cut = planned(model, inputs, (4,))
+    assert rings(cut)
+    assert_equal(simulated(model, inputs, cut)[0], simulated(model, inputs, whole)[0], 1e-9)
+
+
+class Documents(nn.Module):
+    """Attention in which a token reads those of its own document alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 1, 16)).permute(2, 0, 3, 1, 4)
+        allowed = document[:, None, :, None] == document[:, None, None, :]
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        return out.square().mean()
+
+
+def test_packed_documents_on_a_ring_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Documents().double()
+    document = torch.tensor([0] * 5 + [1] * 2 + [2] * 17).expand(2, 24)
+    inputs = {"x": torch.randn(2, 24, 16).double(), "document": document}
+    priced = Prices._node_seconds
+    favoured = lambda o: not o.axes or any("+" in a for a in o.axes)  # noqa: E731
+
+    def ring_only(self, node, metas, options, traffic):
+        seconds = priced(self, node, metas, options, traffic)
+        if not node.packet.startswith("autopar.attention"):
+            return seconds
+        return seconds + [0.0 if favoured(o) else 1.0 for o in options]
+
+    monkeypatch.setattr(Prices, "_node_seconds", ring_only)
+    with Promoted():
+        plan = autopar.plan(model, inputs, mesh=(3,), cluster="dgx-h100")
+        assert len(rings(plan)) == 2
+        found = autopar.simulate(model, inputs, plan=plan)
+        expected = eager(model, inputs)
+    assert found.peak_memory <= plan.peak_memory
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(found.grads[name], grad, rtol=0, atol=1e-12)
+
+
+def pairs(rows: Block, keys: Block) -> int:
+    """Return the pairs of queries and keys that causal attention has between two blocks."""
+    return sum(
+        max(0, min(a.start + i + 1, b.start + b.length) - b.start)
+        for a, b in product(rows.parts, keys.parts)
+        for i in range(a.length)
+    )
+
+
+@pytest.mark.parametrize("ways", [2, 3, 8, 16])
+def test_every_rank_does_the_same_for_every_block(ways: int) -> None:
+    n = 64 * ways
+    blocks = zigzag(n, (0,), Mesh((ways,)))
+    for distance in range(ways):
+        work = [pairs(blocks[i], blocks[(i - distance) % ways]) for i in range(ways)]
+        assert max(work) <= 1.05 * min(work)
+    assert sum(pairs(a, b) for a in blocks for b in blocks) == n * (n + 1) // 2
+
+
+def test_a_plan_says_what_goes_round_and_is_saved_and_read() -> None:
+    model, inputs = made(llama, 32)
+    plan = planned(model, inputs, (4,))
+    again = autopar.Plan.from_json(plan.to_json())
+    assert again.program == plan.program
+    assert again.digest == plan.digest
+    assert "self_attn_attention_lse = spmd.ring_attention(" in plan.source.replace("\n", " ")
+    assert "spmd.ring_attention_backward(" in plan.source
+    itemsize, head = 8, 8
+    shard = 8 * head * itemsize
+    each = {op.node: [s.bytes for s in op.sent] for op in rings(plan)}
+    keys, queries, lse = 2 * shard, 4 * shard, 4 * 8 * itemsize
+    assert each["attention"] == [queries + keys, 3 * keys, queries + lse]
+    assert each["attention_backward"] == [3 * queries + keys + lse, 6 * keys, queries + keys]
+    assert_equal(simulated(model, inputs, again)[0], simulated(model, inputs, plan)[0], 0.0)
+
+
+def test_keys_are_never_whole() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=32,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.zeros(1, 4096, dtype=torch.long)
+    plan = autopar.plan(model, {"input_ids": ids}, mesh=(8,), cluster="dgx-h100", search="baseline:CP")
+    shapes = [t.spec.local_shape(t.meta.shape, Mesh((8,)), (0,)) for op in rings(plan) for t in op.writes]
+    assert all(4096 not in shape for shape in shapes)
