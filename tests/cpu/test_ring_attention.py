@@ -1,39 +1,33 @@
-"""Attention whose queries, keys and values are all cut by their sequence: blocks go round, and all equals one device."""
+"""Attention whose queries, keys and values are all cut by their sequence: blocks go round, and it equals one device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import autopar
 from autopar.mesh import Mesh
 from autopar.planner.pricing.prices import Prices
-from autopar.program import Op, Sent
+from autopar.program import Op
 from autopar.sharding.strategy import ring_axes
 from autopar.sharding.zigzag import Block, zigzag
+from tests.cpu import test_context_parallel
 from tests.cpu.model_checks import Promoted, assert_equal, eager
-from tests.cpu.test_context_parallel import gpt2, llama, made, planned, simulated
+from tests.cpu.test_context_parallel import WIDTH, gpt2, llama, made, simulated
+from tests.ring_favoured import lending_is_slow, on_rings
 
 
-@pytest.fixture(autouse=True)
-def lending_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let attention on a ring be cheaper than whole keys, which it seldom is in small models."""
-    lent = Prices._lent
-
-    def slow(*given: object) -> Iterator[Sent]:
-        return (replace(s, seconds=1.0) for s in lent(*given))
-
-    monkeypatch.setattr(Prices, "_lent", slow)
+def planned(*given: Any) -> autopar.Plan:
+    with lending_is_slow():
+        return test_context_parallel.planned(*given)
 
 
 def rings(plan: autopar.Plan) -> list[Op]:
-    return [op for op in plan.program.ops if op.strategy is not None and ring_axes(op.strategy)]
+    return on_rings(plan.program)
 
 
 @pytest.mark.parametrize(
@@ -144,17 +138,10 @@ def test_a_plan_says_what_goes_round_and_is_saved_and_read() -> None:
     assert_equal(simulated(model, inputs, again)[0], simulated(model, inputs, plan)[0], 0.0)
 
 
-def test_keys_are_never_whole() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=32,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    ids = torch.zeros(1, 4096, dtype=torch.long)
-    plan = autopar.plan(model, {"input_ids": ids}, mesh=(8,), cluster="dgx-h100", search="baseline:CP")
-    shapes = [t.spec.local_shape(t.meta.shape, Mesh((8,)), (0,)) for op in rings(plan) for t in op.writes]
-    assert all(4096 not in shape for shape in shapes)
+def test_less_is_held_than_where_keys_are_whole() -> None:
+    model, inputs = made(llama, 2048)
+    on_ring, whole = planned(model, inputs, (8,)), test_context_parallel.planned(model, inputs, (8,))
+    assert len(rings(on_ring)) == 4
+    assert not rings(whole)
+    keys_and_values = 2 * 2048 * WIDTH // 4 * 8
+    assert on_ring.peak_memory < whole.peak_memory - keys_and_values / 2

@@ -1,7 +1,9 @@
-"""Attention whose queries are cut by their sequence, on gloo processes that lend each other rows."""
+"""Attention whose queries are cut by their sequence, on gloo processes that lend each other rows or pass keys round."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from autopar.spmd.ranks import Exchange
 from tests.multiprocess.test_emitted_files import checked
 from tests.multiprocess.training_models import gpt2, gradient_distance, llama, pair, tokens
 from tests.ranks import run_ranks
+from tests.ring_favoured import lending_is_slow, on_rings
 
 pytestmark = pytest.mark.multiprocess
 FLOAT = 1e-5
@@ -30,12 +33,15 @@ def counting(permuted: list[int]) -> Any:
     return counted
 
 
-def _trains(name: str, ways: int, length: int) -> dict[str, Any]:
+def _trains(name: str, ways: int, length: int, *, on_ring: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = MODELS[name]().double(), tokens(2, length)
-    reference, model = pair(model, batch, (ways,), search="baseline:CP", cluster="dgx-h100")
+    with lending_is_slow() if on_ring else nullcontext():
+        reference, model = pair(model, batch, (ways,), search="baseline:CP", cluster="dgx-h100")
     permuted, launch = [0], ProcessRank.launch
-    found: dict[str, Any] = {"sent": [[s.bytes for s in op.sent] for op in model.plan.program.ops if op.loan]}
+    program = model.plan.program
+    sharing = on_rings(program) if on_ring else [op for op in program.ops if op.loan]
+    found: dict[str, Any] = {"sent": [[s.bytes for s in op.sent] for op in sharing]}
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (reference, model)]
     errors = []
     for step in range(3):
@@ -64,9 +70,37 @@ def test_two_processes_train_as_one_device_and_send_what_the_plan_says(pool, nam
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_four_processes_train_as_one_device(name) -> None:
-    for found in run_ranks(4, _trains, name, 4, 14):
+    for found in run_ranks(4, _trains, name, 4, 18):
         assert found["sent"]
         assert found["error"] < FLOAT
+
+
+@pytest.mark.parametrize(("name", "length"), [("llama", 16), ("gpt2", 15)])
+def test_two_processes_on_a_ring_train_as_one_device_and_send_what_the_plan_says(pool, name, length) -> None:
+    first, last = pool.run(partial(_trains, on_ring=True), name, 2, length)
+    assert [len(sent) for sent in first["sent"]] == [3, 3]
+    assert max(first["error"], last["error"]) < FLOAT
+    if length % 4 == 0:
+        # Half of a rank's rows stay where they are, and of its block the last half, if later rows read it.
+        keys = [sent[1] for sent in first["sent"]]
+        moved = sum(there + back for there, _, back in first["sent"])
+        assert first["permuted"] + last["permuted"] == 2 * (moved * 2) + 2 * sum(keys) - sum(keys) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MODELS))
+def test_four_processes_on_a_ring_train_as_one_device(name) -> None:
+    for found in run_ranks(4, partial(_trains, on_ring=True), name, 4, 18):
+        assert found["sent"]
+        assert found["error"] < FLOAT
+
+
+def test_an_emitted_file_passes_keys_round_without_autopar(tmp_path) -> None:
+    torch.manual_seed(0)
+    with lending_is_slow():
+        plan = checked((MODELS["llama"](), tokens(2, 16)), 2, tmp_path, search="baseline:CP")
+    assert len(on_rings(plan.program)) == 2
+    assert "def ring_attention(" in (tmp_path / "step.py").read_text()
 
 
 def test_an_emitted_file_lends_rows_without_autopar(tmp_path) -> None:
