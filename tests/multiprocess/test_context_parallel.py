@@ -19,7 +19,10 @@ from tests.ring_favoured import lending_is_slow, on_rings
 
 pytestmark = pytest.mark.multiprocess
 FLOAT = 1e-5
-MODELS = {"gpt2": lambda: gpt2(n_head=1, n_layer=1, n_positions=32), "llama": lambda: llama(num_key_value_heads=1, num_hidden_layers=1)}
+MODELS = {
+    "gpt2": lambda: gpt2(n_head=1, n_layer=1, n_positions=32),
+    "llama": lambda: llama(num_key_value_heads=1, num_hidden_layers=1),
+}
 
 
 def counting(permuted: list[int]) -> Any:
