@@ -113,18 +113,21 @@ def test_an_emitted_file_lends_rows_without_autopar(tmp_path) -> None:
     assert "def balanced_attention(" in (tmp_path / "step.py").read_text()
 
 
-def _compiled() -> dict[str, float]:
+def _compiled(*, on_ring: bool) -> dict[str, float]:
     torch.manual_seed(0)
     model, batch = MODELS["llama"](), tokens(2, 16)
-    reference, model = pair(model, batch, (2,), search="baseline:CP", cluster="dgx-h100", backend="inductor")
+    with lending_is_slow() if on_ring else nullcontext():
+        reference, model = pair(model, batch, (2,), search="baseline:CP", cluster="dgx-h100", backend="inductor")
     for module in (reference, model):
         module(**batch).loss.backward()
-    loans = sum(op.loan is not None for op in model.plan.program.ops)
-    return {"loans": loans, "gradients": gradient_distance(model, reference)}
+    program = model.plan.program
+    sharing = on_rings(program) if on_ring else [op for op in program.ops if op.loan]
+    return {"sharing": len(sharing), "gradients": gradient_distance(model, reference)}
 
 
 @pytest.mark.slow
-def test_inductor_compiles_them(pool) -> None:
-    for found in pool.run(_compiled, timeout=300.0):
-        assert found["loans"] == 2
+@pytest.mark.parametrize("on_ring", [False, True])
+def test_inductor_compiles_them(pool, on_ring) -> None:
+    for found in pool.run(partial(_compiled, on_ring=on_ring), timeout=300.0):
+        assert found["sharing"] == 2
         assert found["gradients"] < FLOAT * 10, found
