@@ -3,7 +3,8 @@
     python benchmarks/cost_accuracy.py [--nproc 2] [--json FILE] [--markdown FILE] [--cluster FILE] [--steps N]
 
 Profiles the machine first, unless a cluster file of `autopar profile` is given; then predicts, and then measures. A
-step is a forward and a backward of a model, without the optimizer.
+step is a forward and a backward of a model, without the optimizer. Some steps cut one long sequence, or send rows to
+experts.
 
 On CPUs a step's processor time, summed over the threads of the busiest rank, is reported beside its wall-clock time. It
 excludes other programs on the machine and waiting for messages. With a core for each rank, an undisturbed step takes at
@@ -22,6 +23,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,8 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import autopar
 from autopar.cost_models import CollectiveCosts, ComputeCosts
 from autopar.mesh import Cluster, Mesh
@@ -43,6 +47,7 @@ from autopar.profiling.collectives import KINDS, Launch, prepared
 from autopar.profiling.kernels import MOST_SETS, Rotation, among_others, rotated_bytes
 from autopar.profiling.timing import Stopwatch
 from autopar.spmd import ProcessRank
+from tests.favoured import RING, attention_by
 
 Record = dict[str, Any]
 PLANS = ("DDP", "ZeRO-3", "TP", "TP+SP")
@@ -118,6 +123,46 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
+def long_rows():
+    """One row whose sequence is long enough for attention to count."""
+    import transformers as t
+
+    sizes = dict(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=4096,
+    )
+    return _language(t.LlamaForCausalLM(t.LlamaConfig(**sizes, use_cache=False)), 1, 4096)
+
+
+def mixtral():
+    import transformers as t
+
+    sizes = dict(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2048,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    return _language(t.MixtralForCausalLM(t.MixtralConfig(**sizes, use_cache=False)))
+
+
+MORE = {"llama of long rows": long_rows, "mixtral": mixtral}
+
+SEQUENCES = {"rows lent": ("CP", "s"), "keys on a ring": ("CP", RING), "heads": ("CP", "g")}
+"""Baseline, and what attention does with the axis."""
+
+EXPERTS = ("EP x FSDP", "ZeRO-3", "DDP")
+
+
 def single_ops(rank: ProcessRank, cluster: Cluster, watch: Stopwatch) -> list[Record]:
     """Time ops of sizes and shapes that were not profiled, amid others as in a program; on CPUs, in processor time."""
     costs, records = ComputeCosts(cluster), []
@@ -181,28 +226,33 @@ def step_of(made: nn.Module, inputs: Any) -> Callable[[], None]:
 
 
 def whole_steps(rank: ProcessRank, cluster: Cluster, steps: int) -> list[Record]:
-    """Time five models under four forced plans; a plan that does not apply to a model is skipped."""
+    """Time models under forced plans; a plan that does not apply to a model is skipped."""
     records = []
-    for name, build in MODELS.items():
-        for plan in PLANS if rank.mesh.size > 1 else ("joint",):
-            torch.manual_seed(0)
-            model, inputs = build()
-            search = plan if plan == "joint" else f"baseline:{plan}"
-            try:
+    cases = [(name, plan) for name in MODELS for plan in (PLANS if rank.mesh.size > 1 else ("joint",))]
+    if rank.mesh.size > 1:
+        cases += [("llama of long rows", plan) for plan in SEQUENCES]
+        cases += [("mixtral", plan) for plan in EXPERTS]
+    for name, plan in cases:
+        torch.manual_seed(0)
+        model, inputs = (MODELS | MORE)[name]()
+        baseline, choice = SEQUENCES.get(plan, (plan, ""))
+        search = plan if plan == "joint" else f"baseline:{baseline}"
+        try:
+            with attention_by(choice) if choice else nullcontext():
                 made = autopar.autoparallelize(model, inputs, mesh=rank.mesh.shape, cluster=cluster, search=search)
-            except autopar.AutoparError as error:
-                say(f"{name} under {plan}: {error.what}")
-                continue
-            step = step_of(made, inputs)
-            step()
-            step()
-            taken, worked = zip(*(timed(step) for _ in range(steps)), strict=True)
-            measured, processor = statistics.median(taken), statistics.median(worked)
-            spread = statistics.median(abs(t - measured) for t in taken) / measured
-            record = {"what": f"{name}, {plan}", "predicted_s": made.plan.step_time, "measured_s": measured}
-            record |= {"processor_s": processor, "spread": spread, "collectives": len(made.plan.collectives)}
-            records.append(record)
-            say(f"{name}, {plan}: " + ", ".join(f"{k} {record[k]:.4g}" for k in record if k.endswith("_s")))
+        except autopar.AutoparError as error:
+            say(f"{name} under {plan}: {error.what}")
+            continue
+        step = step_of(made, inputs)
+        step()
+        step()
+        taken, worked = zip(*(timed(step) for _ in range(steps)), strict=True)
+        measured, processor = statistics.median(taken), statistics.median(worked)
+        spread = statistics.median(abs(t - measured) for t in taken) / measured
+        record = {"what": f"{name}, {plan}", "predicted_s": made.plan.step_time, "measured_s": measured}
+        record |= {"processor_s": processor, "spread": spread, "collectives": len(made.plan.collectives)}
+        records.append(record)
+        say(f"{name}, {plan}: " + ", ".join(f"{k} {record[k]:.4g}" for k in record if k.endswith("_s")))
     return records
 
 

@@ -11,18 +11,17 @@ from torch import nn
 
 import autopar
 from autopar.mesh import Mesh
-from autopar.planner.pricing.prices import Prices
 from autopar.program import Op
 from autopar.sharding.strategy import ring_axes
 from autopar.sharding.zigzag import Block, zigzag
 from tests.cpu import test_context_parallel
 from tests.cpu.model_checks import Promoted, assert_equal, eager
 from tests.cpu.test_context_parallel import WIDTH, gpt2, llama, made, simulated
-from tests.ring_favoured import lending_is_slow, on_rings
+from tests.favoured import RING, attention_by, on_rings
 
 
 def planned(*given: Any) -> autopar.Plan:
-    with lending_is_slow():
+    with attention_by(RING):
         return test_context_parallel.planned(*given)
 
 
@@ -77,23 +76,14 @@ class Documents(nn.Module):
         return out.square().mean()
 
 
-def test_packed_documents_on_a_ring_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_documents_on_a_ring_are_those_of_one_device() -> None:
     torch.manual_seed(0)
     model = Documents().double()
     document = torch.tensor([0] * 5 + [1] * 2 + [2] * 17).expand(2, 24)
     inputs = {"x": torch.randn(2, 24, 16).double(), "document": document}
-    priced = Prices._node_seconds
-    favoured = lambda o: not o.axes or any("+" in a for a in o.axes)  # noqa: E731
-
-    def ring_only(self, node, metas, options, traffic):
-        seconds = priced(self, node, metas, options, traffic)
-        if not node.packet.startswith("autopar.attention"):
-            return seconds
-        return seconds + [0.0 if favoured(o) else 1.0 for o in options]
-
-    monkeypatch.setattr(Prices, "_node_seconds", ring_only)
     with Promoted():
-        plan = autopar.plan(model, inputs, mesh=(3,), cluster="dgx-h100")
+        with attention_by(RING):
+            plan = autopar.plan(model, inputs, mesh=(3,), cluster="dgx-h100")
         assert len(rings(plan)) == 2
         found = autopar.simulate(model, inputs, plan=plan)
         expected = eager(model, inputs)

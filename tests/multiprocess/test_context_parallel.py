@@ -12,10 +12,10 @@ from torch import Tensor
 
 from autopar.spmd import ProcessRank
 from autopar.spmd.ranks import Exchange
+from tests.favoured import RING, attention_by, on_rings
 from tests.multiprocess.test_emitted_files import checked
 from tests.multiprocess.training_models import gpt2, gradient_distance, llama, pair, tokens
 from tests.ranks import run_ranks
-from tests.ring_favoured import lending_is_slow, on_rings
 
 pytestmark = pytest.mark.multiprocess
 FLOAT = 1e-5
@@ -39,7 +39,7 @@ def counting(permuted: list[int]) -> Any:
 def _trains(name: str, ways: int, length: int, *, on_ring: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch = MODELS[name]().double(), tokens(2, length)
-    with lending_is_slow() if on_ring else nullcontext():
+    with attention_by(RING) if on_ring else nullcontext():
         reference, model = pair(model, batch, (ways,), search="baseline:CP", cluster="dgx-h100")
     permuted, launch = [0], ProcessRank.launch
     program = model.plan.program
@@ -100,7 +100,7 @@ def test_four_processes_on_a_ring_train_as_one_device(name) -> None:
 
 def test_an_emitted_file_passes_keys_round_without_autopar(tmp_path) -> None:
     torch.manual_seed(0)
-    with lending_is_slow():
+    with attention_by(RING):
         plan = checked((MODELS["llama"](), tokens(2, 16)), 2, tmp_path, search="baseline:CP")
     assert len(on_rings(plan.program)) == 2
     assert "def ring_attention(" in (tmp_path / "step.py").read_text()
@@ -116,7 +116,7 @@ def test_an_emitted_file_lends_rows_without_autopar(tmp_path) -> None:
 def _compiled(*, on_ring: bool) -> dict[str, float]:
     torch.manual_seed(0)
     model, batch = MODELS["llama"](), tokens(2, 16)
-    with lending_is_slow() if on_ring else nullcontext():
+    with attention_by(RING) if on_ring else nullcontext():
         reference, model = pair(model, batch, (2,), search="baseline:CP", cluster="dgx-h100", backend="inductor")
     for module in (reference, model):
         module(**batch).loss.backward()
