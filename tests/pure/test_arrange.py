@@ -303,6 +303,31 @@ def test_a_step_of_a_gradient_is_launched_when_the_one_before_it_should_be_done(
     assert simulate_streams(found, 1.0).seconds < 6e-3 + launches + exposed
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+def test_where_communication_takes_longest_both_axes_send_at_once(gathers) -> None:
+    """Scatter along one axis, reduce along the other and gather along the first, which gathers of weights delay."""
+    ops = [Op(f"p{i}", "input", f"p{i}", (), (tensor(f"p{i}", CUT, 2**26),), "forward") for i in range(12)]
+    made = tensor("f", WHOLE, 4)
+    ops.append(Op("f", "compute", "f", ("p0",), (made,), "forward", seconds=1e-5))
+    results = []
+    for i in range(12):
+        if gathers:
+            ops.append(collective(f"w{i}", ops[i].writes[0], FORMS[0], "backward"))
+        made = tensor(f"g{i}", SUMS, 2**26)
+        ops.append(
+            Op(made.name, "compute", made.name, (f"w{i}" if gathers else "f",), (made,), "backward", seconds=1e-5)
+        )
+        scattered = collective(f"s{i}", made, FORMS[1], "backward")
+        reduced = collective(f"r{i}", scattered.writes[0], FORMS[3], "backward")
+        gathered = collective(f"a{i}", reduced.writes[0], FORMS[0], "backward")
+        ops += [scattered, reduced, gathered]
+        results.append((Output(Value(gathered.node), "output", gathered.name), gathered.name))
+    program = Program(tuple(ops), tuple(results))
+    busiest = max(sum(op.seconds for op in program.collectives if op.step.axis == axis) for axis in (0, 1))
+    ends = sum(op.seconds for op in ops[-3:])
+    assert arranged(program).timeline.seconds < busiest + 0.5 * ends
+
+
 def test_a_cast_of_an_input_goes_with_the_gather_of_its_result() -> None:
     """So the gather hides behind what is computed before, as that of the input itself would."""
     ops: list[Op] = []

@@ -83,6 +83,7 @@ class Arrangements:
     _copy_seconds: dict[int, float] = field(default_factory=dict)
     _launch_of: dict[tuple[str, int], int] = field(default_factory=dict)
     _placed: dict[tuple[object, ...], list[_Launch]] = field(default_factory=dict)
+    _ordered: dict[tuple[int, int, int], list[_Launch]] = field(default_factory=dict)
     _events_of: dict[int, tuple[tuple[SchedulableCollective, ...], Event]] = field(default_factory=dict)
 
     def search(self, seconds: Callable[[Arrangement], float], deadline: float) -> dict[Arrangement, float]:
@@ -153,31 +154,45 @@ class Arrangements:
 
     def seconds(self, a: Arrangement) -> float:
         """Simulate a step in this arrangement."""
-        return simulated_seconds(self.events(a), self.prices.overlap)
+        return self._simulated(self._launches(a, {}))[0]
 
-    def events(self, a: Arrangement) -> Iterator[Event]:
-        """Yield the events of a step in this arrangement, with all computation between two events as one."""
+    def _simulated(self, launches: Sequence[_Launch]) -> tuple[float, list[float]]:
+        """Return the seconds of a step with these launches, and when the program comes to each slot."""
+        begins: list[float] = []
+        slots, events = zip(*self._events_with(launches), strict=True)
+        seconds = simulated_seconds(events, self.prices.overlap, begins)
+        times: list[float] = []
+        came, reached_s = 0, 0.0
+        for slot, begun_s in zip((*slots, len(self._until)), (*begins, seconds), strict=True):
+            if slot is not None:
+                times += [reached_s + until - self._until[came] for until in self._until[came:slot]]
+                came, reached_s = slot, begun_s
+        return seconds, list(accumulate(times, max))
+
+    def _events_with(self, launches: Sequence[_Launch]) -> Iterator[tuple[int | None, Event]]:
+        """Yield the events of a step with these launches, with all computation between two events as one, and the slot
+        of each but the launches."""
         at = 0
-        for launch in self._launches(a, {}):
+        for launch in launches:
             if launch.slot > at:
                 yield from self._computed(at, launch.slot)
                 at = launch.slot
             casts_s = sum([op.seconds for m in launch.members for op in m.casts])
             if casts_s:
-                yield Event("compute", "", launch.members[0].op.phase, (), (), casts_s)
+                yield None, Event("compute", "", launch.members[0].op.phase, (), (), casts_s)
             if id(launch.members) not in self._events_of:
                 self._events_of[id(launch.members)] = launch.members, self._event(launch.members)
-            yield self._events_of[id(launch.members)][1]
+            yield None, self._events_of[id(launch.members)][1]
         yield from self._computed(at, len(self.parts.fixed))
 
-    def _computed(self, start: int, end: int) -> Iterator[Event]:
-        """Yield the events between two slots."""
+    def _computed(self, start: int, end: int) -> Iterator[tuple[int, Event]]:
+        """Yield the events between two slots, each with its own."""
         for event in self._events[self._event_from[start] : self._event_from[end]]:
             if start < event:
-                yield self._run(start, event)
+                yield start, self._run(start, event)
             start = event
         if start < end:
-            yield self._run(start, end)
+            yield start, self._run(start, end)
 
     def _run(self, start: int, end: int) -> Event:
         """Return the ops from ``start`` to ``end``, none of which but the first waits, as one event."""
@@ -241,36 +256,37 @@ class Arrangements:
         return list(accumulate(counts))
 
     def _launches(self, a: Arrangement, leads: Leads) -> list[_Launch]:
-        """Return every launch in the order of the program."""
-        placed = self._all_placed(a, leads)
-        of = {m.at: launch for launch in placed for m in launch.members}
-        done: set[int] = set()
-        order: list[_Launch] = []
+        """Return every launch in the order of the program.
 
-        def add(launch: _Launch) -> None:
-            if launch.members[0].at in done:
-                return
-            done.add(launch.members[0].at)
-            for at in sorted({i for m in launch.members for i in m.waits_for if i not in done}):
-                add(of[at])
-            order.append(launch)
-
-        for launch in sorted(placed, key=attrgetter("order")):
-            add(launch)
+        Where late collectives wait for others, they are placed by the times of computation, and then by those at which
+        the step with these launches comes to each slot, if that is sooner done.
+        """
+        key = a.reduced_bytes, a.gathered_bytes, a.prefetch
+        if not leads and key in self._ordered:
+            return self._ordered[key]
+        ahead, late = self._all_placed(a, leads)
+        order = _in_order([*ahead, *late])
+        if any(m.waits_for for launch in late for m in launch.members):
+            seconds, times = self._simulated(order)
+            again = _in_order([*ahead, *self._late(a, ahead, leads, times)])
+            order = again if self._simulated(again)[0] < seconds else order
+        if not leads:
+            self._ordered[key] = order
         return order
 
-    def _all_placed(self, a: Arrangement, leads: Leads) -> list[_Launch]:
-        """Return every launch with its slot. Without leads, equal ones of other arrangements are cached."""
+    def _all_placed(self, a: Arrangement, leads: Leads) -> tuple[list[_Launch], list[_Launch]]:
+        """Return all launches with their slots, the late ones apart. Without leads, equal ones of other arrangements
+        are cached."""
         if leads:
             ahead = [*self._middle, *self._early(a, leads)]
-            return [*ahead, *self._late(a, ahead, leads)]
+            return ahead, self._late(a, ahead, leads, self._until)
         early = "early", a.gathered_bytes, a.prefetch
         if early not in self._placed:
             self._placed[early] = [*self._middle, *self._early(a, {})]
         late = "late", a.reduced_bytes, early if self._late_waits_for_early else ()
         if late not in self._placed:
-            self._placed[late] = self._late(a, self._placed[early], {})
-        return [*self._placed[early], *self._placed[late]]
+            self._placed[late] = self._late(a, self._placed[early], {}, self._until)
+        return self._placed[early], self._placed[late]
 
     @cached_property
     def _late_waits_for_early(self) -> bool:
@@ -359,24 +375,24 @@ class Arrangements:
         assert op.step is not None
         return op.phase, op.step.axis, *op.step.axes
 
-    def _late(self, a: Arrangement, ahead: Sequence[_Launch], leads: Leads) -> list[_Launch]:
-        """Launch each collective when what it sends should be ready.
+    def _late(self, a: Arrangement, ahead: Sequence[_Launch], leads: Leads, times: Sequence[float]) -> list[_Launch]:
+        """Launch each collective when what it sends should be ready, with one at a time on each queue.
 
-        Times are those of computation, with one collective at a time on each queue. One that waits for another would
-        stop the program if it were launched sooner.
+        One that waits for another would stop the program if it were launched sooner.
+
+        Args:
+            times: when the program comes to each slot.
         """
         groups = self._groups_with_leads("late", a.reduced_bytes, leads)
         of = {m.at: i for i, group in enumerate(groups) for m in group}
-        there_s = {
-            m.at: self._until[launch.slot] + self._cost_s(launch.members) for launch in ahead for m in launch.members
-        }
+        there_s = {m.at: times[launch.slot] + self._cost_s(launch.members) for launch in ahead for m in launch.members}
         left = [{of[i] for m in group for i in m.waits_for if i in of} for group in groups]
         followers: dict[int, list[int]] = {}
         for i, before in enumerate(left):
             for j in before:
                 followers.setdefault(j, []).append(i)
         ready_s = [
-            max([self._until[max(m.first for m in g)], *(there_s[i] for m in g for i in m.waits_for if i in there_s)])
+            max([times[max(m.first for m in g)], *(there_s[i] for m in g for i in m.waits_for if i in there_s)])
             for g in groups
         ]
         ready = [(ready_s[i], i) for i, before in enumerate(left) if not before]
@@ -386,10 +402,10 @@ class Arrangements:
         while ready:
             at_s, i = heappop(ready)
             first = groups[i][0].op
-            slot = max(*(m.first for m in groups[i]), bisect_left(self._until, at_s))
+            slot = max(*(m.first for m in groups[i]), bisect_left(times, at_s))
             slot = min(slot, self.parts.ends[first.phase])
             queue = self._queue(first)
-            start_s = max(self._until[slot], free_s.get(queue, 0.0))
+            start_s = max(at_s, times[slot], free_s.get(queue, 0.0))
             free_s[queue] = start_s + self._cost_s(groups[i])
             launches.append(_Launch(groups[i], slot, start_s))
             for j in followers.get(i, ()):
@@ -449,6 +465,25 @@ class Arrangements:
     def _copy_s(self, size: int) -> float:
         alpha_s, beta_s_per_byte = self.prices.compute.copy_line()
         return alpha_s + 2 * beta_s_per_byte * size
+
+
+def _in_order(placed: Sequence[_Launch]) -> list[_Launch]:
+    """Return launches in the order of the program, each after those that it waits for."""
+    of = {m.at: launch for launch in placed for m in launch.members}
+    done: set[int] = set()
+    order: list[_Launch] = []
+
+    def add(launch: _Launch) -> None:
+        if launch.members[0].at in done:
+            return
+        done.add(launch.members[0].at)
+        for at in sorted({i for m in launch.members for i in m.waits_for if i not in done}):
+            add(of[at])
+        order.append(launch)
+
+    for launch in sorted(placed, key=attrgetter("order")):
+        add(launch)
+    return order
 
 
 def _needed(group: Sequence[SchedulableCollective]) -> int:

@@ -100,9 +100,13 @@ def simulate_streams(program: Program, overlap: float = 1.0) -> Timeline:
     )
 
 
-def simulated_seconds(events: Iterable[Event], overlap: float) -> float:
-    """Return when the streams are done with ``events``."""
-    streams = _Streams(1 / (2 - overlap))
+def simulated_seconds(events: Iterable[Event], overlap: float, begins: list[float] | None = None) -> float:
+    """Return when the streams are done with ``events``.
+
+    Args:
+        begins: takes when the program comes to each event, after what it waits for there.
+    """
+    streams = _Streams(1 / (2 - overlap), begins=begins)
     streams.run(events)
     streams.wait_for_all()
     return streams.now_s
@@ -129,6 +133,7 @@ class _Streams:
     Args:
         rate: of computing and communicating while both are busy.
         intervals: collects when each op ran; None if nobody asks.
+        begins: collects when the program comes to each event.
         queues: by the mesh axes that the collectives run over.
         busy: the queues that have something under way.
         pending: the queue of each tensor that is on its way.
@@ -138,6 +143,7 @@ class _Streams:
 
     rate: float
     intervals: list[Interval] | None = None
+    begins: list[float] | None = None
     now_s: float = 0.0
     queues: dict[tuple[int, ...], _Queue] = field(default_factory=dict)
     busy: list[_Queue] = field(default_factory=list)
@@ -157,6 +163,8 @@ class _Streams:
             for name in event.reads:
                 if name in pending or name in self.copied:
                     self.wait_for(name)
+            if self.begins is not None:
+                self.begins.append(self.now_s)
             if event.kind == "compute":
                 self.compute(event)
             elif event.kind == "launch":
