@@ -105,7 +105,7 @@ def exposed_seconds(program: Program) -> float:
 
 def forward_seconds(program: Program) -> float:
     """Return the seconds of computation in the forward of ``program``."""
-    return sum(op.seconds for op in program.ops if op.kind == "compute" and op.phase == "forward")
+    return sum(_computing(op) for op in program.ops if op.phase == "forward")
 
 
 def _forward_progress(d: Decisions) -> dict[str, float]:
@@ -172,4 +172,4 @@ def _begin_fetches(ops: Sequence[Op]) -> list[Op]:
 
 
 def _computing(op: Op) -> float:
-    return op.seconds if op.kind == "compute" else 0.0
+    return op.seconds if op.kind in ("compute", "decomposed") else 0.0

@@ -19,6 +19,7 @@ from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.search import settings
 from autopar.planner.search.fitting import fitted, scheduled
+from autopar.planner.search.offload_order import offloading_first
 from autopar.planner.search.state import Choice, Result, Search, SearchState
 from autopar.planner.search.two_stage import Open
 from autopar.solver import Gap, Problem, Solution, Tied, TraceEntry, fold, peak_usage, relative_gap, solve
@@ -96,6 +97,7 @@ def solve_round(
     built = time.perf_counter()
     search.report("solve")
     solution, state = _solve(search, state, objective, problem, active, until, seeds, gap, reweigh, boundaries)
+    solution = replace(solution, choice=offloading_first(objective, solution.choice))
     solved = time.perf_counter()
     graph, mesh = search.graph, objective.decisions.mesh
     program = schedule(objective.decisions, solution.choice, search.prices)
