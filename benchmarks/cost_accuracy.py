@@ -133,7 +133,7 @@ def long_rows():
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=512,
+        vocab_size=2048,
         max_position_embeddings=4096,
     )
     return _language(t.LlamaForCausalLM(t.LlamaConfig(**sizes, use_cache=False)), 1, 4096)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,13 @@ class _Attention:
         """Whether torch's flash kernel for CPUs supports this. Its first causal query reads the first key alone."""
         full = q.numel() > 0 and k.numel() > 0 and not (self.is_causal and self.offset[2] != self.offset[3])
         return q.device.type == "cpu" and full and not self.dropout_p and q.shape[-1] == v.shape[-1]
+
+    def keys_before(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+        """Return how many keys all causal queries read, if torch's flash kernel for CPUs supports those and the others
+        apart; else 0."""
+        before = self.offset[2] - self.offset[3]
+        apart = self.is_causal and self.mask is None and 0 < before < k.shape[2]
+        return before if apart and replace(self, is_causal=False).flash(q, k, v) else 0
 
     def gpu_flash(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether torch's flash kernel for GPUs supports this. Its last causal query reads all keys."""
@@ -140,6 +147,8 @@ def _attention(
 
 def _cpu_flash(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the results in the layout of torch's CPU kernel, or None if it does not support this."""
+    if before := attention.keys_before(q, k, v):
+        return _joined(*(_cpu_flash(*part) for part in _parts(attention, before, q, k, v)))  # type: ignore[arg-type]
     if not attention.flash(q, k, v):
         return None
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -150,6 +159,23 @@ def _cpu_flash(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[
         scale=attention.scale,
     )
     return out, lse
+
+
+def _parts(
+    attention: _Attention, before: int, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[_Attention, Tensor, Tensor, Tensor]]:
+    """Return causal attention to the keys that all queries read, and that to the others."""
+    yield replace(attention, is_causal=False), q, k[:, :, :before], v[:, :, :before]
+    yield replace(attention, offset=[0, 0, 0, 0]), q, k[:, :, before:], v[:, :, before:]
+
+
+def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return attention to two sets of keys from the results for each."""
+    (out, lse), (more, of_more) = one, other
+    total = torch.logaddexp(lse, of_more)
+    shares = (lse.sub(total).exp_().unsqueeze(-1), of_more.sub(total).exp_().unsqueeze(-1))
+    joined = out.to(lse.dtype).mul_(shares[0]).add_(more.to(lse.dtype).mul_(shares[1]))
+    return joined.to(out.dtype), total
 
 
 def _forward(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,6 +234,11 @@ def _attention_backward(
 def _cpu_flash_backward(
     attention: _Attention, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
+    if before := attention.keys_before(q, k, v):
+        parts = _parts(attention, before, q, k, v)
+        first, second = (_cpu_flash_backward(part[0], grad_out, *part[1:], out, lse) for part in parts)
+        assert first is not None and second is not None
+        return first[0].add(second[0]), torch.cat([first[1], second[1]], 2), torch.cat([first[2], second[2]], 2)
     if not attention.flash(q, k, v):
         return None
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

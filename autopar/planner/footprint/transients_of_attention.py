@@ -143,7 +143,22 @@ def _all_rows(op: LocalOp, q: int) -> bool:
     return op.operands[q][0].shape[2] == op.operands[q + 1][0].shape[2]
 
 
+def _in_parts(op: LocalOp, q: int) -> int | None:
+    """Return at most the bytes of causal attention whose first query reads several keys, by torch's kernel for CPUs;
+    None if it is not used. Results for those keys and for the others are joined.
+    """
+    (x, size), (v, _) = op.operands[q], op.operands[q + 2]
+    if op.device != "cpu" or op.node.kwarg("dropout_p") or x.shape[-1] != v.shape[-1]:
+        return None
+    if q:  # results by rows are copied, those of the queries are summed
+        return 2 * op.written + 2 * op.nbytes(op.results[0])
+    out, halves = op.results[0][0].numel, size < 4
+    return 2 * op.written + (2 * out * 4 + out * size if halves else out * size) + 3 * op.nbytes(op.results[1])
+
+
 def _attention_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
+    if (found := _in_parts(op, 0)) is not None:
+        return found
     if (flash := _flash_on_gpu(op, 0, _has_mask(op, 3), ends_alike)) is not None:
         return flash
     a = _Scores.of(op, 0)
@@ -271,6 +286,8 @@ def _with_rows(x: Layout, rows: int | None) -> Layout:
 
 
 def _backward_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
+    if (found := _in_parts(op, 1)) is not None:
+        return found
     if (flash := _flash_on_gpu(op, 1, _has_mask(op, 4), ends_alike)) is not None:
         return flash
     a = _Scores.of(op, 1)
