@@ -338,3 +338,22 @@ def test_exchanged_rows_and_windows_are_counted_exactly(kind: type[nn.Module], m
         measured = simulate_program(lowered, of.capture.graph, on, of.named(), 0)[1].peak_memory
         assert measured <= max(planned.memory.timeline[:-1]) <= 1.002 * measured
     assert exchanged
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_attention_of_long_rows_that_ranks_share_holds_no_more_than_predicted(dtype, dropout) -> None:
+    own, rows, mesh, kinds = torch.ops.autopar, 128, Mesh((4,)), set()
+    q, k, v = (torch.randn(2, heads, rows, 32).to(dtype) for heads in (4, 2, 2))
+    options = {"is_causal": True, "scale": 0.5, "dropout_p": dropout, "site": 3, "global_shape": [2, 4, rows, rows]}
+    dice = torch.tensor(7) if dropout else None
+    forward = sample(own.attention.default, q, k, v, None, dice, **options, offset=[0, 0, 0, 0])
+    out, lse = forward.results
+    given = (torch.randn_like(out), q, k, v, None, out, lse, dice)
+    for case in (forward, sample(own.attention_backward.default, *given, **options, offset=[0, 0, 0, 0])):
+        for strategy in strategies(case.node, case.metas, mesh):
+            if strategy.axes[0].startswith("s"):
+                kinds.add((case.node.op, strategy.axes))
+                for measured, predicted in alone(case, strategy, mesh):
+                    assert measured <= predicted, f"{case} by {strategy}: {measured} bytes, not {predicted}"
+    assert len(kinds) == 4

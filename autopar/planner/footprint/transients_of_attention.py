@@ -152,8 +152,8 @@ def _in_parts(op: LocalOp, q: int) -> int | None:
         return None
     if q:  # results by rows are copied, those of the queries are summed
         return 2 * op.written + 2 * op.nbytes(op.results[0])
-    out, halves = op.results[0][0].numel, size < 4
-    return 2 * op.written + (2 * out * 4 + out * size if halves else out * size) + 3 * op.nbytes(op.results[1])
+    converted = 2 * 4 * op.results[0][0].numel if size < 4 else 0
+    return op.written + converted + 4 * op.nbytes(op.results[1])
 
 
 def _attention_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
@@ -204,14 +204,19 @@ def _balanced(op: LocalOp, loan: Loan, q: int, by_rows: Callable[[LocalOp], int]
         part = replace(op, operands=operands, results=results)
         return part, sum(op.nbytes(operands[i]) for i in cut if i in lengths), part.written
 
+    def held(part: LocalOp) -> int:
+        """Return what a call holds; products copy the first of the keys and values, if nothing else has."""
+        copies = op.operands[q][1] >= 4 and _in_parts(op, q) is None
+        return by_rows(part) + (sum(map(op.nbytes, part.operands[q + 1 : q + 3])) if copies else 0)
+
     kept, _, made = of(own.kept, own.start + own.kept)
     guests, arrived, guests_made = of(own.guests, own.first + own.guests)
     going = of(own.lent, own.stop)[1]
     returned = sum(op.nbytes((_with_rows(x, own.lent), size)) for x, size in op.results[: 1 if q else None])
     joined = op.written if own.lent or q else 0
     at_most = max(
-        going + arrived + made + by_rows(kept),
-        2 * arrived + made + guests_made + by_rows(guests),
+        going + arrived + made + held(kept),
+        2 * arrived + made + guests_made + held(guests),
         made + guests_made + returned + joined,
     )
     return at_most - op.written
