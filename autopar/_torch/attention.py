@@ -34,8 +34,12 @@ def flash_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q, k and v.
+
+    The kernel reads ``lse`` as if it were contiguous, whatever its strides say.
+    """
     grad, q, k, v, out = (_dense(x) for x in (grad, q, k, v, out))
+    lse = lse.contiguous()
     unused = [torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2)]  # seed and offset of a dropout
     made = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *unused, scale=scale
