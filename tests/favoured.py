@@ -10,6 +10,7 @@ import numpy as np
 
 from autopar.ir import Node
 from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem import specs
 from autopar.program import Op, Program
 from autopar.sharding import Strategy
 from autopar.sharding.strategy import ring_axes
@@ -19,8 +20,11 @@ RING = "s+t"
 
 @contextmanager
 def attention_by(choice: str) -> Iterator[None]:
-    """Let attention take a second more unless some mesh axis does ``choice``: cut its heads, its queries, or a ring."""
-    seconds = Prices._node_seconds
+    """Let attention take a second more unless some mesh axis does ``choice``: cut its heads, its queries, or be a ring.
+
+    A ring may be of few rows.
+    """
+    seconds, least = Prices._node_seconds, specs.MIN_RING_ROWS
 
     def slower(self: Prices, node: Node, metas: Any, options: Sequence[Strategy], traffic: Any) -> Any:
         found = seconds(self, node, metas, options, traffic)
@@ -28,11 +32,11 @@ def attention_by(choice: str) -> Iterator[None]:
             return found
         return found + np.array([0.0 if choice in o.axes else 1.0 for o in options])
 
-    Prices._node_seconds = slower  # type: ignore[method-assign]
+    Prices._node_seconds, specs.MIN_RING_ROWS = slower, 1  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Prices._node_seconds = seconds  # type: ignore[method-assign]
+        Prices._node_seconds, specs.MIN_RING_ROWS = seconds, least  # type: ignore[method-assign]
 
 
 def on_rings(program: Program) -> list[Op]:

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.ir import Node, TensorMeta, Value
 from autopar.mesh import Mesh
+from autopar.planner.problem import specs
 from autopar.program import Op
 from autopar.sharding.strategy import ring_axes
 from autopar.sharding.zigzag import Block, zigzag
+from autopar.strategies import strategies
 from tests.cpu import test_context_parallel
 from tests.cpu.model_checks import Promoted, assert_equal, eager
 from tests.cpu.test_context_parallel import WIDTH, gpt2, llama, made, simulated
@@ -109,6 +112,23 @@ def test_every_rank_does_the_same_for_every_block(ways: int) -> None:
         work = [pairs(blocks[i], blocks[(i - distance) % ways]) for i in range(ways)]
         assert max(work) <= 1.05 * min(work)
     assert sum(pairs(a, b) for a in blocks for b in blocks) == n * (n + 1) // 2
+
+
+@pytest.mark.parametrize(("rows", "listed"), [(2 * specs.MIN_RING_ROWS - 2, False), (2 * specs.MIN_RING_ROWS, True)])
+def test_blocks_of_few_rows_do_not_go_round(rows, listed) -> None:
+    q = k = TensorMeta((1, 2, rows, 8), "float32")
+    node = Node(
+        "attention",
+        "autopar.attention.default",
+        (Value("q"), Value("k"), Value("v")),
+        (("is_causal", True), ("scale", 1.0)),
+        (q, TensorMeta((1, 2, rows), "float32")),
+    )
+    every = strategies(node, (q, k, k), Mesh((2,)))
+    kept = specs.without_short_rings(every, (q, k, k), Mesh((2,)))
+    assert any(map(ring_axes, every))
+    assert any(map(ring_axes, kept)) == listed
+    assert [o for o in kept if not ring_axes(o)] == [o for o in every if not ring_axes(o)]
 
 
 def test_a_plan_says_what_goes_round_and_is_saved_and_read() -> None:

@@ -140,8 +140,7 @@ class ActiveSet:
         """
         changed = False
         for point, (held, op) in _peaks(program, self.decisions.graph, timeline, budget)[:MAX_NEW_POINTS]:
-            own = self.memory_usages.at_points((point,))
-            modelled = sum(float(u.option[choice[u.node]]) for u in own) + self.redistributed.bytes(choice, point)
+            modelled = self._modelled(choice, point)
             new = point not in self.margins
             # A constraint that cuts off this program without a margin gets none yet: so far its bound holds for all.
             margin = 0.0 if new and modelled > budget else max(held - modelled, 0.0)
@@ -154,6 +153,20 @@ class ActiveSet:
             changed |= margin > self.margins.get(point, -1.0)
             self.margins[point] = max(margin, self.margins.get(point, 0.0))
         return changed
+
+    def as_held(self, choice: Sequence[int], program: Program, timeline: Sequence[int]) -> ActiveSet:
+        """Return an active set of the same points, whose margins are what ``program`` holds there beyond what the
+        constraints count."""
+        found, held = self.copy(), held_by_point(program, self.decisions.graph, timeline)
+        for point in found.margins:
+            there = held[point].bytes if point in held else 0
+            found.margins[point] = max(there - self._modelled(choice, point), 0.0)
+        return found
+
+    def _modelled(self, choice: Sequence[int], point: ProgramPoint) -> float:
+        """Return the bytes that the constraint at ``point`` counts, without its margin."""
+        own = self.memory_usages.at_points((point,))
+        return sum(float(u.option[choice[u.node]]) for u in own) + self.redistributed.bytes(choice, point)
 
     def _responsible_variable(self, point: ProgramPoint, op: Op) -> int | None:
         """Return the variable whose option says most about what is held while ``op`` runs.

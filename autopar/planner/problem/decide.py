@@ -21,7 +21,7 @@ from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.options import Options
 from autopar.planner.problem import rematerialization as rematerialize
 from autopar.planner.problem.constraints import Forced
-from autopar.planner.problem.specs import stored_specs
+from autopar.planner.problem.specs import stored_specs, without_short_rings
 from autopar.planner.problem.variables import (
     Decisions,
     Use,
@@ -59,7 +59,8 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
             continue
         kind = graph.kinds[node.name]
         if kind not in options_of_kind:
-            options_of_kind[kind] = d.shared(strategies(node, tuple(graph.meta(v) for v in node.inputs), mesh))
+            metas = tuple(graph.meta(v) for v in node.inputs)
+            options_of_kind[kind] = d.shared(without_short_rings(strategies(node, metas, mesh), metas, mesh))
             tick("strategy", len(options_of_kind[kind]))
         d.add(Variable(node.name, "op", options_of_kind[kind], node.phase, node))
     for output in graph.outputs:

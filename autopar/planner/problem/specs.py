@@ -1,13 +1,16 @@
-"""The specs in which a tensor can be stored."""
+"""The specs in which a tensor can be stored, and which strategies of an op are worth listing."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from autopar.ir import TensorMeta
 from autopar.mesh import Mesh
-from autopar.sharding import ShardingSpec
+from autopar.sharding import ShardingSpec, Strategy
+from autopar.sharding.spec import length
+from autopar.sharding.strategy import ring_axes
 
 
 @lru_cache(maxsize=4096)
@@ -42,3 +45,24 @@ def _leaves_no_rank_empty(n: int, group_sizes: list[int]) -> bool:
         return False
     last = n - size * (group_sizes[0] - 1)
     return _leaves_no_rank_empty(size, group_sizes[1:]) and _leaves_no_rank_empty(last, group_sizes[1:])
+
+
+MIN_RING_ROWS = 256
+"""Rows of each rank from which on its blocks may go round a ring: a tile of 128 rows of flash attention for each of the
+halves that causal attention makes. With fewer, rings cost more than they hide, and make the search longer."""
+
+
+def without_short_rings(options: Sequence[Strategy], metas: Sequence[TensorMeta], mesh: Mesh) -> tuple[Strategy, ...]:
+    """Return the strategies of an op but those in which blocks of too few rows go round."""
+    return tuple(o for o in options if not (ring := ring_axes(o)) or _rows(o, metas, ring, mesh) >= MIN_RING_ROWS)
+
+
+def _rows(option: Strategy, metas: Sequence[TensorMeta], ring: Sequence[int], mesh: Mesh) -> int:
+    """Return the fewest rows that the first rank has of a dim that is cut by a ring."""
+    cut = (
+        length(n, axes, mesh)
+        for meta, spec in zip(metas, option.inputs, strict=True)
+        for n, axes in zip(meta.shape, spec.dims, strict=True)
+        if set(axes).intersection(ring)
+    )
+    return min(cut)

@@ -203,33 +203,53 @@ class KnownShardings:
         return None if choice is None else search.objective.seconds(choice)
 
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
-        """With a margin everywhere, where a plan costs hardly more and is there sooner; else as tight as it can be."""
-        assert state.joint is not None
-        boundaries = layer_boundaries(state.joint.decisions, state.joint.runs)
-        for margin in (settings.MARGIN * search.budget, 0.0):
-            active = first_constraints(state, search, state.joint)
-            if margin:
-                active.equalise(margin)
-            found = solve_with_shardings(
-                search,
-                state,
-                still,
-                active,
-                until,
-                rounds=settings.KNOWN_ROUNDS,
-                gap=settings.REPAIR_GAP if self.only_free else settings.KNOWN_GAP,
-                equalize=True,
-                method=self.name,
-                boundaries=boundaries if margin else (),
-            )
-            state = replace(state, points=state.points | active.margins.keys())
-            if found is not None and found.memory.peak_bytes <= search.budget:
-                return state.with_plan(search, found)
-            if found is not None:
-                state = replace(state, near=(*state.near, found.solution.choice))
-            if now() > until:
-                break
-        return state
+        """With a margin everywhere, where a plan is there soon, and then as much less of it as the plan does not need;
+        else as tight as it can be."""
+        objective = state.joint
+        assert objective is not None
+        boundaries = layer_boundaries(objective.decisions, objective.runs)
+        margin, began = settings.MARGIN * search.budget, now()
+        wide = first_constraints(state, search, objective)
+        wide.equalise(margin)
+        state, found = self._solved(search, state, still, wide, until, boundaries)
+        if found is None or found.memory.peak_bytes > search.budget:
+            tight = first_constraints(state, search, objective)
+            return state if now() > until else self._solved(search, state, still, tight, until, ())[0]
+        mostly_used = 2 * (search.budget - found.memory.peak_bytes) < margin
+        takes_long = now() - began > settings.KNOWN_AGAIN * (search.ends - now())
+        if mostly_used or takes_long or state.is_done(search) or now() > until:
+            return state
+        needed = wide.as_held(found.solution.choice, found.program, found.memory.timeline)
+        return self._solved(search, state, still, needed, until, boundaries)[0]
+
+    def _solved(
+        self,
+        search: Search,
+        state: SearchState,
+        still: Open,
+        active: ActiveSet,
+        until: float,
+        boundaries: Collection[int],
+    ) -> tuple[SearchState, Result | None]:
+        """The best under these constraints, and the state with it."""
+        found = solve_with_shardings(
+            search,
+            state,
+            still,
+            active,
+            until,
+            rounds=settings.KNOWN_ROUNDS,
+            gap=settings.REPAIR_GAP if self.only_free else settings.KNOWN_GAP,
+            equalize=True,
+            method=self.name,
+            boundaries=boundaries,
+        )
+        state = replace(state, points=state.points | active.margins.keys())
+        if found is None:
+            return state, None
+        if found.memory.peak_bytes <= search.budget:
+            return state.with_plan(search, found), found
+        return replace(state, near=(*state.near, found.solution.choice)), found
 
 
 @dataclass(frozen=True)
