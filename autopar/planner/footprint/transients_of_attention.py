@@ -150,8 +150,8 @@ def _in_parts(op: LocalOp, q: int) -> int | None:
     (x, size), (v, _) = op.operands[q], op.operands[q + 2]
     if op.device != "cpu" or op.node.kwarg("dropout_p") or x.shape[-1] != v.shape[-1]:
         return None
-    if q:  # results by rows are copied, those of the queries are summed
-        return 2 * op.written + 2 * op.nbytes(op.results[0])
+    if q:  # gradients of the keys are joined, and those of the queries added
+        return op.written + op.nbytes(op.results[0])
     converted = 2 * 4 * op.results[0][0].numel if size < 4 else 0
     return op.written + converted + 4 * op.nbytes(op.results[1])
 
@@ -204,10 +204,13 @@ def _balanced(op: LocalOp, loan: Loan, q: int, by_rows: Callable[[LocalOp], int]
         part = replace(op, operands=operands, results=results)
         return part, sum(op.nbytes(operands[i]) for i in cut if i in lengths), part.written
 
-    def held(part: LocalOp) -> int:
+    def held(part: LocalOp, first: int) -> int:
         """Return what a call holds; products copy the first of the keys and values, if nothing else has."""
         copies = op.operands[q][1] >= 4 and _in_parts(op, q) is None
-        return by_rows(part) + (sum(map(op.nbytes, part.operands[q + 1 : q + 3])) if copies else 0)
+        alone = _backward_alone if q else _attention_alone
+        return (by_rows if first else alone)(part) + (
+            sum(map(op.nbytes, part.operands[q + 1 : q + 3])) if copies else 0
+        )
 
     kept, _, made = of(own.kept, own.start + own.kept)
     guests, arrived, guests_made = of(own.guests, own.first + own.guests)
@@ -215,8 +218,8 @@ def _balanced(op: LocalOp, loan: Loan, q: int, by_rows: Callable[[LocalOp], int]
     returned = sum(op.nbytes((_with_rows(x, own.lent), size)) for x, size in op.results[: 1 if q else None])
     joined = op.written if own.lent or q else 0
     at_most = max(
-        going + arrived + made + held(kept),
-        2 * arrived + made + guests_made + held(guests),
+        going + arrived + made + held(kept, own.start),
+        2 * arrived + made + guests_made + held(guests, own.first),
         made + guests_made + returned + joined,
     )
     return at_most - op.written
