@@ -248,10 +248,10 @@ class _Printer:
         if not isinstance(op, Op) or node.target is operator.getitem:
             return []
         if op.strategy is not None and ring_axes(op.strategy):
-            round_ = next(s for s in op.sent if s.operand)
-            moved = sum(s.bytes for s in op.sent) - round_.bytes
+            blocks = next(s for s in op.sent if s.operand)
+            moved = sum(s.bytes for s in op.sent) - blocks.bytes
             seconds = _microseconds(sum(s.seconds for s in op.sent))
-            said = f"passes {round_.bytes:,} bytes over {self._where(round_.axis)}"
+            said = f"passes {blocks.bytes:,} bytes over {self._where(blocks.axis)}"
             return [f"{said}, reorders {moved:,}, {seconds}" if moved else f"{said}, {seconds}"]
         if op.loan is None:
             return []

@@ -405,8 +405,6 @@ def shared_attention(
     return None
 
 
-"""The functions of ranks that lend each other rows."""
-
 ACROSS_RANKS = ".across_ranks"
 """Overload of an op that ``spmd`` runs, since its ranks exchange rows inside."""
 

@@ -1,22 +1,20 @@
 """Which of equal layers offload where not all do: the first ones, at the same cost.
 
 What the first layers make is needed last, so it is gone for longest, and its copies have the rest of the forward and of
-the backward to hide in. So of all orders in which equal layers can do what they do, this one holds the least at every
-moment. A problem under constraints on memory alone doesn't see that copies wait for each other, and cares for no order.
+the backward to hide in. Where layers differ in that alone, no other order of them holds less at any moment. A problem
+under constraints on memory alone doesn't see that copies wait for each other, and cares for no order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import offload_seconds
+from autopar.planner.search.keeping import Choice
 from autopar.solver.problem import Array
-
-Choice: TypeAlias = tuple[int, ...]
 
 EQUAL = 1e-6
 """Relative difference up to which choices cost the same."""
