@@ -14,7 +14,9 @@ from autopar.ir import Output, Phase, TensorMeta
 from autopar.sharding import Halo, Loan, ShardingSpec, Strategy
 from autopar.sharding.redistribution import Step
 
-OpKind = Literal["input", "compute", "redistribute", "offload", "fetch", "wait", "decomposed", "copy"]
+OpKind = Literal[
+    "input", "compute", "redistribute", "offload", "fetch", "encode", "decode", "wait", "decomposed", "copy"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class Op:
     Args:
         name: unique name in the program.
         kind: ``input``; ``compute`` (an op of the captured graph); ``redistribute`` (one step); ``offload`` and
-            ``fetch``, which start a copy to or from the host; ``wait``, which waits for an offload or a collective;
+            ``fetch``, which start a copy to or from the host; ``encode`` and ``decode``, which store a value in another
+            form and restore it; ``wait``, which waits for an offload or a collective;
             ``decomposed``, a contraction split to overlap with the gather of an operand or the scatter of its result;
             or ``copy``, of a part of a larger result, which the backward reads in its stead. A wait for an offload
             reads the device tensor and then the host tensor, so that the device tensor stays alive until then; a wait
@@ -84,6 +87,7 @@ class Op:
         halos: rows of the neighbours' shards that a compute op reads.
         loan: rows that the ranks of a compute op lend to each other.
         sent: collectives inside a compute op; their time is included in ``seconds``.
+        form: for an op that stores or restores a value, the name of the action that has it so.
     """
 
     name: str
@@ -106,6 +110,7 @@ class Op:
     halos: tuple[Halo, ...] = ()
     sent: tuple[Sent, ...] = ()
     loan: Loan | None = None
+    form: str = ""
 
     @property
     def is_collective(self) -> bool:
@@ -121,6 +126,21 @@ class Op:
     def is_transfer(self) -> bool:
         """Whether it starts a copy between device and host."""
         return self.kind in ("offload", "fetch")
+
+    @property
+    def stores(self) -> bool:
+        """Whether it puts a value of the forward into the place or form in which it is held."""
+        return self.kind in ("offload", "encode")
+
+    @property
+    def restores(self) -> bool:
+        """Whether it brings a stored value back."""
+        return self.kind in ("fetch", "decode")
+
+    @property
+    def computing_s(self) -> float:
+        """Predicted seconds for which the device computes, beside which copies hide."""
+        return self.seconds if self.kind in ("compute", "decomposed", "encode", "decode") else 0.0
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,12 @@ def offloaded(program: Program, chosen: Callable[[LocalTensor], bool] = lambda t
 
 
 def _offload(op: Op, t: LocalTensor) -> Op:
-    return Op(f"{t.name}|offload", "offload", op.node, (t.name,), (_host(t),), "forward", seconds=1e-6)
+    return Op(f"{t.name}|offload", "offload", op.node, (t.name,), (_host(t),), "forward", seconds=1e-6, form="offload")
 
 
 def _fetch(reader: Op, t: LocalTensor) -> Op:
     name = t.name.removesuffix("|back")
-    return Op(f"{name}|fetch", "fetch", reader.node, (f"{name}|host",), (t,), "backward", seconds=1e-6)
+    return Op(f"{name}|fetch", "fetch", reader.node, (f"{name}|host",), (t,), "backward", seconds=1e-6, form="offload")
 
 
 def _host(t: LocalTensor) -> LocalTensor:

@@ -126,6 +126,10 @@ class Link:
                 hint=f"a valid line is: {example('reduction_latency_s')}",
             )
 
+    def copy_seconds(self, nbytes: float) -> float:
+        """Return the seconds to copy ``nbytes`` in one direction."""
+        return self.latency_s + nbytes / (self.bandwidth_bytes_per_s * self.efficiency)
+
     def group_bytes_per_s(self, n: int) -> float:
         """Return the bandwidth of each of ``n`` devices in one node when all of them exchange data with each other."""
         peer = self.peer_bandwidth_bytes_per_s

@@ -19,6 +19,7 @@ from torch import fx
 from autopar import spmd
 from autopar._torch import LazyGraphModule, changes_arguments
 from autopar.garbage import collected_later
+from autopar.holding import ACTIONS, Encoded
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import NEEDS_CONTIGUOUS
@@ -134,6 +135,8 @@ class _Builder:
                 self._redistribute(op)
             elif op.is_transfer:
                 self._transfer(op)
+            elif op.stores or op.restores:
+                self._recode(op)
             elif op.kind == "decomposed":
                 self._decomposed(op)
             elif op.kind == "wait":
@@ -219,6 +222,16 @@ class _Builder:
         node = self._call(function, (self.rank, self._read(op.reads[0])), name=name)
         node.meta["op"] = op
         self.pending[tensor.name] = self._described(node, tensor)
+
+    def _recode(self, op: Op) -> None:
+        """Store a value in another form, or restore it."""
+        action, source, tensor = ACTIONS[op.form], self._read(op.reads[0]), op.writes[0]
+        assert isinstance(action, Encoded)
+        namespace, _, name = (action.encode if op.stores else action.decode).partition("::")
+        function = getattr(getattr(torch.ops, namespace), name).default
+        args = (source,) if op.stores else (source, getattr(torch, tensor.meta.dtype))
+        node = self._call(function, args, name=identifier(tensor.name))
+        self.values[tensor.name] = self._described(node, tensor)
 
     def _copy(self, op: Op) -> None:
         tensor, contiguous = op.writes[0], {"memory_format": torch.contiguous_format}

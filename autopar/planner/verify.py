@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from autopar.errors import AutoparError, PlanError
+from autopar.holding import ACTIONS, Stored
 from autopar.ir import Graph, Input, Node, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.contraction import terms
@@ -118,17 +119,19 @@ class _Verifier:
             "redistribute": self._redistribute,
             "wait": self._wait,
             "decomposed": self._decomposed,
-            "offload": self._transfer,
-            "fetch": self._transfer,
+            "offload": self._store,
+            "encode": self._store,
+            "fetch": self._restore,
+            "decode": self._restore,
             "copy": self._copy,
         }
         check[op.kind](op)
         on_host = op.kind == "offload"
         _require(all(t.host == on_host for t in op.writes), f"{op.name}: writes to the wrong memory, host or device")
-        reads_host = op.kind in ("fetch", "wait")
+        reads_stored = op.restores or op.kind == "wait"
         _require(
-            reads_host or not any(self._tensor(n).host for n in op.reads),
-            f"{op.name}: reads a tensor that is on the host",
+            reads_stored or not any(self.program.ops[self.program.writer[n]].stores for n in op.reads),
+            f"{op.name}: reads a tensor that is stored for the backward",
         )
         _require(not op.in_place or op.kind in ("compute", "redistribute"), f"{op.name}: may not run in place")
 
@@ -236,13 +239,25 @@ class _Verifier:
         assert after is not None
         return after
 
-    def _transfer(self, op: Op) -> None:
+    def _store(self, op: Op) -> None:
+        (name,), (tensor,), source = op.reads, op.writes, self._tensor(op.reads[0])
+        form = self._form(op).form(source.meta)
+        _require(tensor.meta == form, f"{op.name}: {tensor.name} is {tensor.meta}, where {op.form} stores {form}")
+        _require(tensor.spec == source.spec, f"{op.name}: stores {source.spec} in {tensor.spec}")
+        self.value_of[tensor.name], self.phase[tensor.name] = self.value_of[name], op.phase
+
+    def _restore(self, op: Op) -> None:
         (name,), (tensor,) = op.reads, op.writes
+        by = self.program.ops[self.program.writer[name]]
+        known = by.stores and by.form == op.form
+        _require(known, f"{op.name}: restores {name}, which is not {self._form(op).text}")
         self._record(op, tensor, self.value_of[name], self._tensor(name).spec)
-        _require(
-            self._tensor(name).host == (op.kind == "fetch"),
-            f"{op.name}: {name} is in the wrong memory for an {op.kind}",
-        )
+
+    def _form(self, op: Op) -> Stored:
+        action = ACTIONS.get(op.form)
+        _require(isinstance(action, Stored) and op.kind in action.kinds, f"{op.name}: no {op.kind} is by {op.form!r}")
+        assert isinstance(action, Stored)
+        return action
 
     def _copy(self, op: Op) -> None:
         (name,), (tensor,) = op.reads, op.writes
@@ -301,7 +316,8 @@ class _Verifier:
         stored = {i.name: self._spec_of(Value(i.node)) for i in reversed(self.graph.inputs) if i.kind in kinds}
         for output, name in self.program.results:
             what, spec = f"the {output.kind} {output.name}", self._tensor(name).spec
-            _require(self.value_of[name] == output.value and not self._tensor(name).host, f"{what} is {name}")
+            stored_away = self.program.ops[self.program.writer[name]].stores
+            _require(self.value_of[name] == output.value and not stored_away, f"{what} is {name}")
             early = output.kind in ("output", "mutation", "sent")
             _require(early == (self.phase[name] == "forward"), f"{what} is made in the {self.phase[name]}")
             meta = self.graph.meta(output.value)

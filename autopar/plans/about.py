@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.plans.layers import WORDS, collective_text, layers
+from autopar.holding import ACTIONS
+from autopar.plans.layers import collective_text, layers
 from autopar.plans.record import PlanRecord
 from autopar.plans.report.cuts import describe
 from autopar.plans.table import seconds, size
@@ -19,7 +20,7 @@ def about(plan: PlanRecord, name: str) -> str:
         lines.append(f"  {size(plan.parameters[name])} on a device")
     if name in plan.activations:
         a = plan.activations[name]
-        lines.append(f"  {WORDS[a.action]} for the backward as {a.spec}, {size(a.bytes)}")
+        lines.append(f"  {ACTIONS[a.action].text} for the backward as {a.spec}, {size(a.bytes)}")
     module = plan.facts.nodes[name].module if plan.facts and name in plan.facts.nodes else name
     owner = name.rpartition(".")[0] if name in plan.parameters else module
     layer = layers(plan).get(owner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.holding import ACTIONS, Stored
 from autopar.plans.record import PlanRecord
 from autopar.program import Op, Program
 from autopar.sharding import ShardingSpec
@@ -22,6 +23,8 @@ def check_consistent(plan: PlanRecord) -> None:
     _check_program(plan.program, plan.mesh.ndim)
     for name, spec in (*plan.specs.items(), *((n, a.spec) for n, a in plan.activations.items())):
         _require(max(spec.axes, default=0) < plan.mesh.ndim, f"spec {spec} of {name} on mesh {plan.mesh}")
+    for name, activation in plan.activations.items():
+        _require(activation.action in ACTIONS, f"{name} is held by {activation.action!r:.40}, which is not known")
     for name in plan.parameters:
         _require(name in plan.specs, f"parameter {name} without a spec")
     if plan.facts is not None:
@@ -39,6 +42,8 @@ def _check_program(program: Program, axes: int) -> None:
         _require(op.name not in names, f"two ops {op.name}")
         _require(made.issuperset(op.reads), f"op {op.name} reads {op.reads} before all of it exists")
         _require(_has_parts(op), f"op {op.name} lacks what a {op.kind} needs")
+        known = isinstance(ACTIONS.get(op.form), Stored) or not (op.stores or op.restores)
+        _require(known, f"op {op.name} stores a value by {op.form!r:.40}, which is not known")
         _require(all(-1 <= a < axes for a in _axes(op)), f"op {op.name} names an axis that the mesh does not have")
         for tensor in op.writes:
             _require(tensor.name not in made, f"two tensors {tensor.name}")
@@ -56,7 +61,7 @@ def _has_parts(op: Op) -> bool:
     if op.kind == "redistribute":
         together = len(op.bucket) or 1
         return op.step is not None and len(op.reads) == len(op.writes) == together
-    if op.kind in ("offload", "fetch", "copy"):
+    if op.stores or op.restores or op.kind == "copy":
         return len(op.reads) == len(op.writes) == 1
     if op.kind == "decomposed":
         both = op.strategy is not None and op.step is not None and len(op.writes) in (1, 2)

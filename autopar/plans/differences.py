@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from autopar.plans.layers import WORDS, folded
+from autopar.holding import ACTIONS
+from autopar.plans.layers import folded
 from autopar.plans.record import PlanRecord
 from autopar.plans.table import seconds, size
 
@@ -60,7 +61,7 @@ def _specs(a: PlanRecord, b: PlanRecord) -> list[str]:
 
 def _actions(a: PlanRecord, b: PlanRecord) -> list[str]:
     def word(plan: PlanRecord, name: str) -> str:
-        return WORDS[plan.activations[name].action] if name in plan.activations else "not needed"
+        return ACTIONS[plan.activations[name].action].text if name in plan.activations else "not needed"
 
     counts = Counter[tuple[str, str]]()
     for name in dict.fromkeys([*a.activations, *b.activations]):

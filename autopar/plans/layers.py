@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from autopar.holding import ACTIONS, KEEP
 from autopar.plans.record import PlanRecord
 from autopar.program import Op
 
 REST = "(outside modules)"
-WORDS = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded"}
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Layer:
         name: its path; for merged modules with ``*`` in place of the number.
         weights: specs of its own parameters and buffers, by attribute.
         activation: spec of its output.
-        actions: how many of its values are kept, recomputed and offloaded for the backward.
+        actions: how many of its values are held for the backward by each action.
         collectives: launches by kind.
         compute_s, communication_s: seconds of its ops, and of the collectives of its values and weights.
         weight_bytes, held_bytes: on one device, its parameters and what it keeps for the backward.
@@ -95,7 +95,7 @@ def layers(plan: PlanRecord) -> dict[str, Layer]:
         if made in nodes:
             layer = at(nodes[made].module)
             layer.actions[activation.action] += 1
-            layer.held_bytes += activation.bytes if activation.action == "keep" else 0
+            layer.held_bytes += activation.bytes if activation.action == KEEP.name else 0
     return {m: layer for m, layer in found.items() if layer.seconds or layer.weights or layer.actions}
 
 
@@ -132,7 +132,7 @@ def members(plan: PlanRecord) -> Iterator[tuple[str, Layer]]:
 
 def action_text(actions: Mapping[str, int]) -> str:
     """Return a text such as ``kept`` or ``3 kept, 2 recomputed``."""
-    said = [(n, WORDS[a]) for a in WORDS if (n := actions.get(a, 0))]
+    said = [(n, way.text) for name, way in ACTIONS.items() if (n := actions.get(name, 0))]
     return said[0][1] if len(said) == 1 else ", ".join(f"{n} {word}" for n, word in said)
 
 

@@ -20,7 +20,7 @@ from autopar.plans.consistency import check_consistent
 from autopar.plans.differences import differences
 from autopar.plans.facts import facts_from
 from autopar.plans.record import READABLE, PlanRecord
-from autopar.plans.records import Action, Activation, BaselineRecord, SearchRecord
+from autopar.plans.records import Activation, BaselineRecord, SearchRecord
 from autopar.plans.sampling import LocalSampler
 from autopar.plans.serial import program_from
 from autopar.plans.table import table
@@ -251,7 +251,7 @@ def _constant(name: str) -> float:
 
 
 def _plan_from(data: Mapping[str, Any]) -> Plan:
-    def activation(action: Action, spec: str, size: int) -> Activation:
+    def activation(action: str, spec: str, size: int) -> Activation:
         return Activation(action, ShardingSpec.parse(spec), size)
 
     mesh, options = data["mesh"], data["options"]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from autopar.ir import Phase
 from autopar.sharding import ShardingSpec, StepKind
-
-Action = Literal["keep", "recompute", "offload"]
 
 
 @dataclass(frozen=True)
@@ -16,12 +13,12 @@ class Activation:
     """What happens between forward and backward to a value that the backward reads.
 
     Args:
-        action: kept, recomputed in the backward, or offloaded to the host.
+        action: the name of one of ``holding.ACTIONS``: kept, recomputed in the backward, offloaded to the host, ...
         spec: the spec in which it is kept.
         bytes: bytes that it takes on the fullest device.
     """
 
-    action: Action
+    action: str
     spec: ShardingSpec
     bytes: int
 

@@ -71,6 +71,8 @@ def _op_to(op: Op) -> dict[str, Any]:
         ]
     if op.sent:
         data["sent"] = [[s.kind, s.operand, s.axis, s.bytes, s.seconds] for s in op.sent]
+    if op.form:
+        data["form"] = op.form
     if op.loan is not None:
         data["loan"] = [op.loan.n, list(op.loan.axes), list(op.loan.lent)]
     return data
@@ -138,6 +140,7 @@ def _op_from(data: Mapping[str, Any]) -> Op:
         tuple(map(_halo_from, entries(data.get("halos", [])))),
         tuple(Sent(*s) for s in map(entries, entries(data.get("sent", [])))),
         _loan_from(*entries(data["loan"])) if "loan" in data else None,
+        data.get("form", "offload" if data["kind"] in ("offload", "fetch") else ""),
     )
 
 

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
+from autopar.planner.memory.points import ProgramPoint, end
 from autopar.planner.memory.usages import memory_usages
 from autopar.planner.options import Options
 from autopar.planner.pricing.prices import Prices, costs, edges
@@ -55,7 +56,9 @@ def problem(name: str, layers: int) -> Problem:
     prices = Prices(mesh, Cluster.load("dgx-h100").sized(8))
     turn = next(i for i, node in enumerate(graph.nodes) if node.phase == "backward" and node.op != "placeholder")
     return Problem(
-        costs(decisions, prices), edges(decisions, prices), memory_usages(decisions, options, [turn, len(graph.nodes)])
+        costs(decisions, prices),
+        edges(decisions, prices),
+        memory_usages(decisions, options, [ProgramPoint(turn), end(graph)]),
     )
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import passes
+from autopar.holding import ABSENT, KEEP, RECOMPUTE
 from autopar.ir import Output, Value
 from autopar.mesh import Mesh
 from autopar.planner import Options
@@ -93,9 +94,9 @@ def test_the_backward_is_kept_nothing_that_a_kernel_would_not_write(name, dtype)
     graph, mesh = subject(name, dtype).capture.graph, Mesh((2,))
     d = decide(graph, mesh, Options(), resolve(graph, mesh, {}, {}), recompute=True)
     holds = {v.value: set(v.actions) for v in d.variables if v.kind == "hold"}
-    assert all(actions <= {"recompute", "absent"} for v, actions in holds.items() if v in inner_values(graph))
+    assert all(actions <= {RECOMPUTE, ABSENT} for v, actions in holds.items() if v in inner_values(graph))
     outer = [actions for v, actions in holds.items() if v not in inner_values(graph)]
-    assert all("keep" in actions for actions in outer)
+    assert all(KEEP in actions for actions in outer)
 
 
 class Norm(nn.Module):

@@ -12,12 +12,14 @@ import torch
 
 from autopar import planner
 from autopar.errors import InfeasibleError
+from autopar.holding import ABSENT, KEEP
 from autopar.ir import Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.memory.active_set import held_by_point
 from autopar.planner.memory.exact import profile
+from autopar.planner.memory.points import ProgramPoint
 from autopar.planner.memory.redistributed_operands import RedistributedOperands
 from autopar.planner.memory.usages import memory_usages
 from autopar.planner.pricing.objective import Objective
@@ -54,15 +56,15 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
         for at in held:
             readers = (h.target for h in d.uses if h.source == at)
             if not any(d.variables[t].options[plain[t]].inputs for t in readers):
-                plain[at] = d.variables[at].actions.index("absent")
-        if held and not any(d.variables[at].actions[plain[at]] == "recompute" for at in held):
+                plain[at] = d.variables[at].actions.index(ABSENT)
+        if held and not any(d.variables[at].actions[plain[at]].remakes for at in held):
             plain[d.index[rerun_key(node.name)]] = 0
     return plain
 
 
 def modelled_and_held(
     d: Decisions, choice: Sequence[int], prices: Prices, options: Options
-) -> tuple[dict[float, float], dict[float, int]]:
+) -> tuple[dict[ProgramPoint, float], dict[ProgramPoint, int]]:
     """Return the bytes at every point as the constraints count them for ``choice``, and as its program holds them."""
     program = schedule(d, choice, prices)
     held = held_by_point(program, d.graph, profile(program, d.graph, d.mesh, options).timeline)
@@ -129,11 +131,11 @@ def test_views_that_are_made_again_hold_what_they_are_of() -> None:
     prices = Prices(mesh, cluster, options.backend, options.decomposed)
     free = Objective(d, prices).problem()
     views = [i for i, v in enumerate(d.variables) if v.kind == "hold" and v.value and v.value.node in d.views]
-    dear = {i: np.array([1.0 * (a == "keep") for a in d.variables[i].actions]) for i in views}
+    dear = {i: np.array([1.0 * (a == KEEP) for a in d.variables[i].actions]) for i in views}
     problem = replace(free, costs=tuple(c + dear.get(i, 0.0) for i, c in enumerate(free.costs)))
     chosen = solve(problem, time_limit=20.0, gap=1e-3).choice
     modelled, held = modelled_and_held(d, plainly(d, chosen), prices, options)
-    at = d.graph.order["attention_backward"]
+    at = ProgramPoint(d.graph.order["attention_backward"])
     assert 0.98 * held[at] <= modelled[at] <= held[at]
 
 
@@ -144,7 +146,7 @@ def _priced(d: Decisions, problem: Problem, prices: random.Random) -> Problem:
         if v.kind == "hold" and v.value is not None:
             price, meta = scale * prices.choice((0.1, 1.0, 10.0)), d.graph.meta(v.value)
             costs[i] = costs[i] + [
-                price * local_bytes(meta, o.outputs[0], d.mesh) if a in ("keep", "offload") else 0.0
+                price * local_bytes(meta, o.outputs[0], d.mesh) if a.of_forward else 0.0
                 for a, o in zip(v.actions, v.options, strict=True)
             ]
     return replace(problem, costs=tuple(costs))

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar import passes
+from autopar.holding import ABSENT, RECOMPUTE
 from autopar.mesh import Mesh
 from autopar.planner import Options
 from autopar.planner.graphs.kernel_patterns import Fusion, fusions
@@ -47,7 +48,7 @@ def running_again(names: tuple[str, ...]) -> tuple[float, Program]:
         if v.kind == "rerun" and v.node:
             options = options[1:] if v.node.name in names else options[:1]
         if v.kind == "hold" and v.value and v.value.node in names:
-            options = np.array([o for o in options if v.actions[o] in ("recompute", "absent")])
+            options = np.array([o for o in options if v.actions[o] in (RECOMPUTE, ABSENT)])
         kept.append(options)
     choice = solve_sliced(objective.problem(), kept, 20.0, "auto", 1e-6, fold)
     assert choice is not None

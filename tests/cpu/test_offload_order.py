@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import autopar
+from autopar.holding import KEEP, OFFLOAD
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import exposed_seconds
@@ -60,8 +61,8 @@ def offloading(objective: Objective, choice: tuple[int, ...], which: slice) -> t
     found, variables = list(choice), objective.decisions.variables
     inside = set(layers(objective)[which].ravel().tolist())
     for i, v in enumerate(variables):
-        if v.kind == "hold" and v.actions[choice[i]] in ("keep", "offload"):
-            spec, wanted = v.options[choice[i]].inputs[0], "offload" if i in inside else "keep"
+        if v.kind == "hold" and v.actions[choice[i]] in (KEEP, OFFLOAD):
+            spec, wanted = v.options[choice[i]].inputs[0], OFFLOAD if i in inside else KEEP
             there = (k for k, a in enumerate(v.actions) if a == wanted and v.options[k].inputs[0] == spec)
             found[i] = next(there, choice[i])
     return tuple(found)
@@ -71,7 +72,7 @@ def offloaded(objective: Objective, choice: tuple[int, ...]) -> list[int]:
     """The numbers of the values that each layer offloads."""
     variables = objective.decisions.variables
     return [
-        sum(variables[i].kind == "hold" and variables[i].actions[choice[i]] == "offload" for i in layer)
+        sum(variables[i].kind == "hold" and variables[i].actions[choice[i]] == OFFLOAD for i in layer)
         for layer in layers(objective)
     ]
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from autopar.cost_models import ComputeCosts
 from autopar.errors import AutoparError
 from autopar.mesh import Cluster, builtin_clusters
-from autopar.planner.pricing.transfers import transfer_seconds
 
 amounts = st.floats(0, 1e18)
 costs = st.sampled_from(builtin_clusters()).map(lambda name: ComputeCosts(Cluster.load(name)))
@@ -85,8 +84,8 @@ def test_the_copy_line_is_the_cost_of_a_copy():
 
 def test_offloading_takes_the_host_link():
     cluster = Cluster.load("dgx-h100")
-    assert transfer_seconds(cluster.host, 0) == cluster.host.latency_s
-    assert transfer_seconds(cluster.host, 64e9) == pytest.approx(1 / cluster.host.efficiency, rel=1e-4)
+    assert cluster.host.copy_seconds(0) == cluster.host.latency_s
+    assert cluster.host.copy_seconds(64e9) == pytest.approx(1 / cluster.host.efficiency, rel=1e-4)
 
 
 def test_a_kind_that_does_not_exist_is_an_error():

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
+from autopar.holding import KEEP, OFFLOAD
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, plan_graph
+from autopar.planner.memory.points import ProgramPoint
 from autopar.planner.memory.redistributed_operands import RedistributedOperands
 from autopar.planner.memory.usages import memory_usages
 from autopar.planner.pricing.objective import Objective
@@ -20,9 +22,8 @@ from autopar.planner.pricing.transfers import (
     HIDING_SHARE,
     hides_transfers,
     host_usages,
-    offload_seconds,
     place_transfers,
-    transfer_seconds,
+    store_seconds,
 )
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
@@ -51,7 +52,7 @@ def test_copies_hold_what_is_read_in_another_spec_than_it_is_made(seed: int) -> 
     graph, options, d, prices = parts()
     problem = Objective(d, prices).problem()
     choice = random_solution(problem, seed).choice
-    positions = tuple(range(0, len(graph.nodes), 3))
+    positions = tuple(map(ProgramPoint, range(0, len(graph.nodes), 3)))
     operands = RedistributedOperands(d)
     extended = operands.extend(replace(problem, usages=memory_usages(d, options, positions), limit=math.inf), positions)
     states = operands.extend_choice(choice, positions)
@@ -69,8 +70,8 @@ def test_a_copy_cannot_claim_to_be_what_it_is_not() -> None:
     problem = Objective(d, prices).problem()
     choice = random_solution(problem, 1).choice
     operands = RedistributedOperands(d)
-    extended = operands.extend(problem, (2,))
-    states = list(operands.extend_choice(choice, (2,)))
+    extended = operands.extend(problem, (ProgramPoint(2),))
+    states = list(operands.extend_choice(choice, (ProgramPoint(2),)))
     for node in range(len(problem.costs), len(states)):
         least = min(
             float(next((u.option[o] for u in extended.usages if u.node == node), 0.0))
@@ -83,27 +84,27 @@ def test_a_copy_cannot_claim_to_be_what_it_is_not() -> None:
 def test_transfers_hide_as_far_as_rows_allow() -> None:
     """To the one that is one too many for the seconds of the forward."""
     _, _, d, prices = parts()
-    host = prices.cluster.host
-    offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions]
+    rates = prices.rates
+    offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and OFFLOAD in v.actions]
     choice, seconds = [0] * len(d.variables), 0.0
     for i, v in offloading:
-        choice[i] = v.actions.index("keep")
-    assert hides_transfers(d, choice, host, 1e-9, parts=1)
+        choice[i] = v.actions.index(KEEP)
+    assert hides_transfers(d, choice, rates, 1e-9, parts=1)
     for i, v in offloading:
-        choice[i] = v.actions.index("offload")
-        seconds += offload_seconds(d, v, host)[choice[i]] / 2
-        assert hides_transfers(d, choice, host, 1.01 * seconds / HIDING_SHARE, parts=1)
-        assert not hides_transfers(d, choice, host, 0.99 * seconds / HIDING_SHARE, parts=1)
+        choice[i] = v.actions.index(OFFLOAD)
+        seconds += store_seconds(d, v, rates)[choice[i]]
+        assert hides_transfers(d, choice, rates, 1.01 * seconds / HIDING_SHARE, parts=1)
+        assert not hides_transfers(d, choice, rates, 0.99 * seconds / HIDING_SHARE, parts=1)
 
 
 def test_what_is_made_late_has_less_time_to_be_offloaded_in() -> None:
-    _, _, d, _ = parts(8)
-    rows = host_usages(d, CLUSTER.host, 1.0, 0, 100.0)
+    _, _, d, prices = parts(8)
+    rows = host_usages(d, prices.rates, 1.0, 0, 100.0)
     assert rows
     for u in rows:
         v = d.variables[u.node]
-        assert all(size == 0 for size, action in zip(u.option, v.actions, strict=True) if action != "offload")
-        assert all(size > 0 for size, action in zip(u.option, v.actions, strict=True) if action == "offload")
+        assert all(size == 0 for size, action in zip(u.option, v.actions, strict=True) if action != OFFLOAD)
+        assert all(size > 0 for size, action in zip(u.option, v.actions, strict=True) if action == OFFLOAD)
     first, last = ([u for u in rows if u.start == t] for t in (0, max(u.start for u in rows)))
     assert len(first) >= len(last) and {u.node for u in last} <= {u.node for u in first}
 
@@ -111,7 +112,7 @@ def test_what_is_made_late_has_less_time_to_be_offloaded_in() -> None:
 def test_transfers_take_latency_and_bandwidth_of_one_direction() -> None:
     host = CLUSTER.host
     size = host.bandwidth_bytes_per_s * host.efficiency
-    assert transfer_seconds(host, size) == pytest.approx(1.0 + host.latency_s)
+    assert host.copy_seconds(size) == pytest.approx(1.0 + host.latency_s)
 
 
 def local(name: str, *, host: bool = False) -> LocalTensor:

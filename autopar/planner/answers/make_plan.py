@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from autopar.holding import KEEP, RECOMPUTE
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.answers.explain import exchanged_specs, explain
@@ -125,16 +126,17 @@ def _activations(planned: Planned) -> dict[str, Activation]:
     program = planned.program
     inputs = {op.writes[0].name for op in program.ops if op.kind == "input"}
     forward = {t.name: t for op in program.ops if op.phase == "forward" for t in op.writes}
+    stored = {t.name: op.form for op in program.ops if op.stores for t in op.writes}
     read = {name for op in program.ops if op.phase == "backward" for name in op.reads}
     found = {
-        name.split("|")[0]: Activation("offload" if t.host else "keep", t.spec, t.bytes)
+        name.split("|")[0]: Activation(stored.get(name, KEEP.name), t.spec, t.bytes)
         for name, t in forward.items()
         if name in read and name not in inputs
     }
     for op in program.ops:
         if op.name.endswith(AGAIN):
             for t in op.writes:
-                found.setdefault(t.name.removesuffix(AGAIN), Activation("recompute", t.spec, t.bytes))
+                found.setdefault(t.name.removesuffix(AGAIN), Activation(RECOMPUTE.name, t.spec, t.bytes))
     return found
 
 

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from autopar.holding import ABSENT, KEEP
 from autopar.ir import Node, Value
 from autopar.mesh import Mesh
 from autopar.planner.baselines.tensor_parallel import FREE, Label, TensorParallel, find_tensor_parallel
@@ -285,7 +286,7 @@ class Restrictions:
         if any(v.kept):
             return _or_all([k == baseline.keep for k in v.kept])
         if v.actions:
-            return _or_all([a in ("keep", "absent", "none") for a in v.actions])
+            return _or_all([a in (KEEP, ABSENT) for a in v.actions])
         return np.ones(len(v.options), dtype=bool)
 
     # -- ops -------------------------------------------------------------------------------------------------------

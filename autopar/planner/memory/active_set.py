@@ -9,7 +9,6 @@ the option that causes these bytes, since other options may hold less there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.ir import Graph
-from autopar.planner.memory.live_ranges import BEFORE, ProgramPoint, rerun_point
+from autopar.planner.memory.points import ProgramPoint, end, rerun
 from autopar.planner.memory.redistributed_operands import RedistributedOperands
 from autopar.planner.memory.usages import MemoryUsages
 from autopar.planner.options import Options
@@ -42,7 +41,7 @@ class ActiveSet:
     """Program points whose memory is constrained.
 
     Args:
-        margins: bytes set aside at each point; the point of the graph's length is the end of the step.
+        margins: bytes set aside at each point.
         option_margins: bytes set aside at a point only if a variable takes an option: (point, variable, option).
     """
 
@@ -57,7 +56,7 @@ class ActiveSet:
         nodes = self.decisions.graph.nodes
         backward = (i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder")
         # Memory is usually highest as the backward begins, and at the end.
-        self.margins = self.margins or {next(backward, len(nodes)): 0.0, len(nodes): 0.0}
+        self.margins = self.margins or {ProgramPoint(next(backward, len(nodes))): 0.0, end(self.decisions.graph): 0.0}
 
     @cached_property
     def memory_usages(self) -> MemoryUsages:
@@ -107,10 +106,10 @@ class ActiveSet:
         held there.
         """
         nodes = self.decisions.graph.nodes
-        turn = min(self.margins)
+        turn = min(self.margins).node
         layer = (len(nodes) - turn) / max(depth, 1)
         over = _peaks(program, self.decisions.graph, timeline, budget)
-        near_turn = [p for p in _peaks(program, self.decisions.graph, timeline, 0) if abs(p[0] - turn) < layer]
+        near_turn = [p for p in _peaks(program, self.decisions.graph, timeline, 0) if abs(p[0].node - turn) < layer]
         for point, _ in (*over[:MAX_NEW_POINTS], *near_turn[:MAX_NEW_POINTS]):
             self.margins.setdefault(point, 0.0)
 
@@ -174,7 +173,7 @@ class ActiveSet:
         This is the parameter's if its gradient is being redistributed, else that of the node that runs at the point or
         next.
         """
-        d, at = self.decisions, math.ceil(point)
+        d, at = self.decisions, point.node
         if op.kind != "compute" and op.node in self._parameters_by_gradient:
             return self._parameters_by_gradient[op.node]
         return d.index.get(d.graph.nodes[at].name) if at < len(d.graph.nodes) else None
@@ -218,16 +217,15 @@ def held_by_point(program: Program, graph: Graph, timeline: Sequence[int]) -> di
     Args:
         timeline: the bytes that are held while each op runs, and at the end.
     """
-    following: float = len(graph.nodes)
-    held = {following: Held(timeline[-1], program.ops[-1])}
-    point = following
+    following = point = end(graph)
+    held = {point: Held(timeline[-1], program.ops[-1])}
     for op, size in zip(program.ops[::-1], timeline[-2::-1], strict=True):
         if op.kind != "compute":
-            point = following - BEFORE if point == following else point
+            point = point.started
         elif op.name.endswith(AGAIN):
-            point = rerun_point(graph, op.node, following)
+            point = rerun(graph, op.node, following)
         else:
-            point = following = graph.order[op.node]
+            point = following = ProgramPoint(graph.order[op.node])
         if point not in held or size > held[point].bytes:
             held[point] = Held(size, op)
     return held

@@ -304,7 +304,7 @@ class _Sweep:
         else:
             for tensor in op.writes:
                 self.layouts[tensor.name] = (
-                    self._transferred_layout(op, tensor) if op.is_transfer else self._local(tensor)
+                    self._stored_layout(op, tensor) if op.stores or op.restores else self._local(tensor)
                 )
                 if not tensor.host:
                     self._allocate(tensor.name, self._bytes(tensor), self.op_at[at])
@@ -318,8 +318,8 @@ class _Sweep:
     def _local(self, tensor: LocalTensor) -> Layout:
         return contiguous(self._shape(tensor))
 
-    def _transferred_layout(self, op: Op, tensor: LocalTensor) -> Layout:
-        """Return the layout of what a transfer writes: transfers keep strides."""
+    def _stored_layout(self, op: Op, tensor: LocalTensor) -> Layout:
+        """Return the layout of what is stored or restored: both keep strides."""
         return self.layouts.get(op.reads[0], self._local(tensor))
 
     def _input(self, op: Op) -> None:

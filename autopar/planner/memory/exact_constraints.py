@@ -22,14 +22,17 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir import Graph, Value
+from autopar.holding import ABSENT, KEEP, Action, Stored
+from autopar.ir import Graph, TensorMeta, Value
+from autopar.mesh import Mesh
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.graphs.accumulation import is_gradient
-from autopar.planner.memory.live_ranges import ProgramPoint, rerun_point
+from autopar.planner.memory.points import ProgramPoint, Stage, end, rerun
 from autopar.planner.memory.usages import static_usages
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions, hold_key, rerun_key
 from autopar.program import AGAIN, Program
+from autopar.sharding import Strategy
 from autopar.solver import Edge, Problem, Usage
 
 Array = npt.NDArray[np.float64]
@@ -40,42 +43,27 @@ BEFORE, NOW, LATER, NEVER = "before", "now", "later", "never"
 """When an op is run again: before the reruns that belong to the constrained point, among them, after them, or not at
 all."""
 ORDER = {BEFORE: 0, NOW: 1, LATER: 2}
-RETURNING = ("recompute", "offload")
-"""Actions under which a value leaves the device and comes back: it is recomputed or fetched."""
-
-
-@dataclass(frozen=True, order=True)
-class ExactPoint:
-    """The point while the graph's node at ``position`` runs, or while node ``rerun`` is run again just before it."""
-
-    position: int
-    rerun: int | None = None
-
-    def program_point(self, graph: Graph) -> ProgramPoint:
-        """Return the program point, which lies between two nodes for what is run again before the second."""
-        return self.position if self.rerun is None else rerun_point(graph, graph.nodes[self.rerun].name, self.position)
-
-
 MAX_NEW_POINTS = 8
 """The number of highest peaks over the budget that become constraints in one round."""
 
 
-def points_over(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> dict[ExactPoint, int]:
-    """Return the points at which ``program`` has a local peak over ``budget``, with their bytes, the highest first."""
-    at = {n.name: i for i, n in enumerate(graph.nodes)}
-    following = len(graph.nodes)
-    found: dict[ExactPoint, int] = {}
+def points_over(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> dict[ProgramPoint, int]:
+    """Return the points at which ``program`` has a local peak over ``budget``, with their bytes, the highest first.
+
+    What is done for a node before it runs counts at the node, but for what is run again.
+    """
+    following = end(graph)
+    found: dict[ProgramPoint, int] = {}
     for i in range(len(timeline) - 1, -1, -1):
         op = program.ops[i] if i < len(program.ops) else None
-        rerun = None
+        point = following
         if op is not None and op.kind == "compute":
             if op.name.endswith(AGAIN):
-                rerun = at[op.node]
+                point = rerun(graph, op.node, following)
             else:
-                following = at[op.node]
+                point = following = ProgramPoint(graph.order[op.node])
         around = [timeline[j] for j in (i - 1, i + 1) if 0 <= j < len(timeline)]
         if timeline[i] > budget and timeline[i] >= max(around, default=0):
-            point = ExactPoint(following, rerun)
             found[point] = max(found.get(point, 0), timeline[i])
     highest = sorted(found, key=lambda m: -found[m])[:MAX_NEW_POINTS]
     return {m: found[m] for m in highest}
@@ -86,7 +74,8 @@ class _Held:
     """A value that the backward can use.
 
     Args:
-        variable: its hold variable, whose options have these ``actions`` and ``bytes``.
+        variable: its hold variable, whose options have these ``actions``, and ``bytes`` on the device: whole, and as
+            they are stored.
         maker: the position of the op that makes it.
         reads: positions of its readers in the backward.
         rerun_readers: positions of its readers that can be run again.
@@ -97,8 +86,8 @@ class _Held:
     variable: int
     value: Value
     maker: int
-    actions: tuple[str, ...]
-    bytes: tuple[float, ...]
+    actions: tuple[Action, ...]
+    bytes: tuple[tuple[float, float], ...]
     reads: tuple[int, ...]
     rerun_readers: tuple[int, ...]
     base: int | None
@@ -132,7 +121,7 @@ class _RerunState:
 class _ValueState:
     """How a value is held, seen from a point: when it was made again, whether it is alive, and its bytes."""
 
-    action: str
+    action: Action
     timing: str = NEVER
     alive: bool = False
     bytes: float = 0.0
@@ -164,8 +153,10 @@ class ExactMemory:
             node, meta = d.graph.by_name[v.value.node], d.graph.meta(v.value)
             readers = [n for n, _ in d.graph.consumers.get(v.value, ())]
             free = self.views_tied and node.name in d.views
-            specs = [o.inputs[0] if o.inputs and not free else None for o in v.options]
-            sizes = tuple(float(local_bytes(meta, s, d.mesh)) if s is not None else 0.0 for s in specs)
+            sizes = tuple(
+                (0.0, 0.0) if free else _held_bytes(meta, *way, d.mesh)
+                for way in zip(v.options, v.actions, strict=True)
+            )
             held.append(
                 _Held(
                     d.index[hold_key(v.value)],
@@ -202,11 +193,11 @@ class ExactMemory:
         for h in self.held:
             if h.base is not None:
                 base = self.held[h.base]
-                fits = [[b in (a, "absent") for b in h.actions] for a in base.actions]
+                fits = [[b in (a, ABSENT) for b in h.actions] for a in base.actions]
                 edges.append(Edge(base.variable, h.variable, self._pairs(fits)))
         return tuple(edges)
 
-    def extend(self, problem: Problem, points: Mapping[ExactPoint, float]) -> Problem:
+    def extend(self, problem: Problem, points: Mapping[ProgramPoint, float]) -> Problem:
         """Return ``problem`` with constraints at ``points``, all within its limit.
 
         Args:
@@ -219,27 +210,25 @@ class ExactMemory:
         for time, (point, margin) in enumerate(points.items()):
             if margin > 0:
                 builder.usages.append(Usage(0, self.numbers([margin] * len(problem.costs[0])), time, time + 1))
-            exact = backward_start <= point.position < len(d.graph.nodes)
-            builder.usages += static_usages(
-                d, self.options, point.program_point(d.graph), time, holds=not exact, views_tied=self.views_tied
-            )
+            exact = backward_start <= point.node < len(d.graph.nodes)
+            builder.usages += static_usages(d, self.options, point, time, holds=not exact, views_tied=self.views_tied)
             if exact:
                 _PointNodes(self, point, time, builder).build()
         return Problem(tuple(builder.costs), tuple(builder.edges), tuple(builder.usages), problem.limit)
 
-    def used(self, choice: Sequence[int], point: ExactPoint) -> float:
+    def used(self, choice: Sequence[int], point: ProgramPoint) -> float:
         """Return the bytes of a choice that the constraint at ``point`` sees."""
         costs = tuple(self.numbers([0.0] * len(v.options)) for v in self.decisions.variables)
         nodes_of_point = self.extend(Problem(costs, ()), {point: 0.0})
         extended = self.extend_choice(choice, [point])
         return math.fsum(float(u.option[extended[u.node]]) for u in nodes_of_point.usages)
 
-    def extend_choice(self, choice: Sequence[int], points: Iterable[ExactPoint]) -> tuple[int, ...]:
+    def extend_choice(self, choice: Sequence[int], points: Iterable[ProgramPoint]) -> tuple[int, ...]:
         """Return ``choice`` with its states at ``points``: a choice of the extended problem."""
         backward_start = _backward_start(self.decisions.graph)
         extended = list(choice)
         for point in points:
-            if backward_start <= point.position < len(self.decisions.graph.nodes):
+            if backward_start <= point.node < len(self.decisions.graph.nodes):
                 extended += _PointNodes(self, point, 0, None).states(choice)
         return tuple(extended)
 
@@ -250,7 +239,7 @@ class ExactMemory:
             requests: list[tuple[int, tuple[int, int | None]]] = []
             for i in self.reruns[position].makes:
                 h = self.held[i]
-                if h.actions[choice[h.variable]] != "recompute":
+                if not h.actions[choice[h.variable]].remakes:
                     continue
                 requests += [(q, (i, None)) for q in h.reads]
                 requests += [(found[w][0], (i, w)) for w in h.rerun_readers if w in found]
@@ -284,9 +273,14 @@ class _PointNodes:
     """The nodes and edges of one constrained point."""
 
     exact: ExactMemory
-    point: ExactPoint
+    point: ProgramPoint
     time: int
     builder: _Builder | None
+
+    @property
+    def again(self) -> int | None:
+        """The index of the node that is run again at the point."""
+        return self.point.again if self.point.stage == Stage.RERUN else None
 
     @cached_property
     def ops(self) -> dict[int, tuple[_RerunState, ...]]:
@@ -313,7 +307,7 @@ class _PointNodes:
             )
             options = tuple(zip(h.actions, h.bytes, strict=True))
             self._join(
-                h.variable, values[i], options, value_states, lambda o, s: o[0] == s.action and s.bytes in (0.0, o[1])
+                h.variable, values[i], options, value_states, lambda o, s: o[0] == s.action and s.bytes in (0.0, *o[1])
             )
             self._join(values[i], nodes[h.maker], value_states, self.ops[h.maker], self._fits_maker(i))
             for reader in h.rerun_readers:
@@ -367,20 +361,20 @@ class _PointNodes:
     def _return_timing(self, h: _Held, choice: Sequence[int], timings: Mapping[int, str]) -> str:
         """Return when a value comes back to the device under ``choice``."""
         action = h.actions[choice[h.variable]]
-        if action == "recompute":
+        if action.remakes:
             return timings[h.maker]
-        if action != "offload":
+        if not isinstance(action, Stored):
             return NEVER
         reads = [self._timing_of(q) for q in h.reads] + [timings[w] for w in h.rerun_readers if timings[w] != NEVER]
         return min(reads, key=ORDER.__getitem__, default=LATER)
 
     def _timing_of(self, position: int) -> str:
         """Return the timing of an op that is run again just before ``position``."""
-        if self.point.rerun is None:
-            return BEFORE if position <= self.point.position else LATER
-        if position == self.point.position:
+        if self.again is None:
+            return BEFORE if position <= self.point.node else LATER
+        if position == self.point.node:
             return NOW
-        return BEFORE if position < self.point.position else LATER
+        return BEFORE if position < self.point.node else LATER
 
     def _op_states(self, rerun: _Rerun) -> Iterator[_RerunState]:
         yield _RerunState(NEVER)
@@ -392,7 +386,7 @@ class _PointNodes:
                     yield _RerunState(timing, (i, None))
             for reader in h.rerun_readers:
                 yield _RerunState(BEFORE, (i, reader))
-                if self.point.rerun is not None:
+                if self.again is not None:
                     yield _RerunState(NOW, (i, reader))
 
     def _value_states(self, h: _Held) -> Iterator[_ValueState]:
@@ -400,30 +394,33 @@ class _PointNodes:
         latest = min(limits, default=ORDER[LATER])
         needed = self._backward_needs(h)
         for action, size in zip(h.actions, h.bytes, strict=True):
-            timings = [w for w in ORDER if ORDER[w] <= latest] if action in RETURNING else [NEVER]
+            timings = [w for w in ORDER if ORDER[w] <= latest] if _returns(action) else [NEVER]
             for timing in timings:
                 present = self._is_present(h, action, timing)
                 for alive in (True,) if present and needed else (False, True) if present else (False,):
                     yield self._value_state(h, action, timing, alive, size)
 
-    def _value_state(self, h: _Held, action: str, timing: str, alive: bool, size: float) -> _ValueState:
-        free = action == "keep" and h.forward_end >= self.point.position
-        return _ValueState(action, timing, alive, size if alive and not free else 0.0)
+    def _value_state(
+        self, h: _Held, action: Action, timing: str, alive: bool, size: tuple[float, float]
+    ) -> _ValueState:
+        free = action == KEEP and h.forward_end >= self.point.node
+        whole, stored = size
+        return _ValueState(action, timing, alive, whole if alive and not free else stored if timing == LATER else 0.0)
 
-    def _is_present(self, h: _Held, action: str, timing: str) -> bool:
-        if action == "recompute":
+    def _is_present(self, h: _Held, action: Action, timing: str) -> bool:
+        if action.remakes:
             return self._has_run(h.maker, timing) or self._is_running(h.maker, timing)
-        return action == "keep" or (action == "offload" and timing != LATER)
+        return action.of_forward and timing != LATER
 
     def _backward_needs(self, h: _Held) -> bool:
         """Whether the backward itself still reads a value."""
-        return any(q >= self.point.position for q in h.reads)
+        return any(q >= self.point.node for q in h.reads)
 
     def _is_running(self, op: int, timing: str) -> bool:
-        return timing == NOW and op == self.point.rerun
+        return timing == NOW and op == self.again
 
     def _has_run(self, op: int, timing: str) -> bool:
-        return timing == BEFORE or (timing == NOW and op < (self.point.rerun or 0))
+        return timing == BEFORE or (timing == NOW and op < (self.again or 0))
 
     def _reads_later(self, op: int, timing: str) -> bool:
         """Whether an op that is run again reads its operands at the point or after it."""
@@ -433,7 +430,7 @@ class _PointNodes:
         """Return whether a state of a value fits one of the op that makes it again."""
 
         def fits(value_state: _ValueState, op: _RerunState) -> bool:
-            if value_state.action != "recompute":
+            if not value_state.action.remakes:
                 return op.requested_by is None or op.requested_by[0] != i
             now = self._is_running(self.exact.held[i].maker, op.timing)
             return value_state.timing == op.timing and (value_state.alive or not now)
@@ -446,11 +443,10 @@ class _PointNodes:
         def fits(value_state: _ValueState, op: _RerunState) -> bool:
             if op.timing == NEVER:
                 return True
-            if value_state.action == "absent" or (
-                value_state.action in RETURNING and ORDER[value_state.timing] > ORDER[op.timing]
-            ):
+            action = value_state.action
+            if action == ABSENT or (_returns(action) and ORDER[value_state.timing] > ORDER[op.timing]):
                 return False
-            present = self._is_present(self.exact.held[i], value_state.action, value_state.timing)
+            present = self._is_present(self.exact.held[i], action, value_state.timing)
             return value_state.alive or not (present and self._reads_later(reader, op.timing))
 
         return fits
@@ -471,6 +467,21 @@ class _PointNodes:
         table = [[fits(a, b) for b in right] for a in left]
         if not all(map(all, table)):
             self.builder.edges.append(Edge(u, v, self.exact._pairs(table)))
+
+
+def _returns(action: Action) -> bool:
+    """Whether a value is gone, or stored, and comes back."""
+    return action.remakes or isinstance(action, Stored)
+
+
+def _held_bytes(meta: TensorMeta, option: Strategy, action: Action, mesh: Mesh) -> tuple[float, float]:
+    """Return the bytes that a held value takes on a device, whole and as it is stored."""
+    if not option.inputs:
+        return 0.0, 0.0
+    stored = 0
+    if isinstance(action, Stored) and not action.on_host:
+        stored = local_bytes(action.form(meta), option.inputs[0], mesh)
+    return float(local_bytes(meta, option.inputs[0], mesh)), float(stored)
 
 
 def _backward_start(graph: Graph) -> int:

@@ -1,47 +1,36 @@
 """Live ranges: the program points between which the memory constraints count what is held.
 
-A program point is the index of a node of the graph, which stands for the time while that node runs, or half of one
-before it, for what is done just before, such as redistributing its operands. So a result that one op reads in another
-spec lives until half before its reader, and its redistributed operand lives only while the reader runs. Ops that are
-run again for a node have points of their own, each before that node's. The memory of a value that nobody reads any more
-passes to its views.
+A result that one op reads in another spec lives until just before its reader, and its redistributed operand lives only
+while the reader runs. Ops that are run again for a node have points of their own, each before that node's. The memory
+of a value that nobody reads any more passes to its views.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
+from autopar.holding import Event
 from autopar.ir import Graph, Node, Phase, Value
 from autopar.planner.graphs.accumulation import is_gradient
+from autopar.planner.memory.points import ProgramPoint, after, before, rerun
 from autopar.planner.problem.variables import Decisions, Variable, copy_key, forced_key, hold_key
-
-ProgramPoint: TypeAlias = float
-"""A time within a step: the index of a node of the graph, or a fraction of one before it."""
-
-BEFORE = 0.5
-"""How far before a node's index the point of what is done just before it lies."""
-
-RERUN_SPAN = 0.25
-"""The span before a node's redistributions that holds the points of what is run again for it, in the order of the
-graph."""
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """The points between which values are read.
+    """When values are read: indices of nodes, and points.
 
     Args:
-        at: the point at which each node runs.
+        at: the index of each node.
         forward: the last read in the forward, also through views; for what the caller gets, the end of the step.
         backward: the first and last point at which the backward has each forward value.
+        earliest: the first point at which it may have to have it.
         reads: the first and last read of each value, by phase.
         stored: gradients, which their parameters' variables hold.
-        turn: the point at which the backward begins.
+        turn: the node with which the backward begins.
         released_by: by phase, the op that lets go of a value's original: the last one that reads it from its copy
             variable or its hold variable, or the only one that reads it as made. If that op takes the value in another
             spec, only the redistributed operand is held while it runs.
@@ -50,6 +39,7 @@ class LiveRanges:
     at: Mapping[str, int]
     forward: Mapping[Value, int]
     backward: Mapping[Value, tuple[ProgramPoint, ProgramPoint]]
+    earliest: Mapping[Value, ProgramPoint]
     reads: Mapping[Phase, tuple[Mapping[Value, int], Mapping[Value, int]]]
     stored: Collection[Value]
     turn: int
@@ -76,6 +66,7 @@ def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
         at,
         forward,
         {v: (first[v], last[v]) for v in first},
+        _earliest_reads(graph),
         reads,
         {o.value for o in graph.outputs if is_gradient(o)},
         turn,
@@ -108,23 +99,23 @@ def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[P
     if d.graph.by_name[copy.value.node].phase != copy.phase:
         soon = first.get(copy.value, soon)
     if copy.value in live.released_by[copy.phase]:
-        return soon - BEFORE, last[copy.value] - BEFORE
-    return soon - BEFORE, last.get(copy.value, soon)
+        return before(soon), before(last[copy.value])
+    return before(soon), ProgramPoint(last.get(copy.value, soon))
 
 
 def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint:
     """Return the last point at which a result is held in the spec in which it is made."""
     at = live.at[value.node]
-    ends: list[float] = [at + BEFORE if value in live.stored else at]
+    ends = [after(at) if value in live.stored else ProgramPoint(at)]
     for phase in _phases(d, value):
         copy = d.index.get(copy_key(value, phase))
         last = live.reads[phase][1]
         if copy is not None and replaces_original(d, d.variables[copy]):
             ends.append(replacement_range(d, d.variables[copy], live)[0])
         elif value in live.released_by[phase]:
-            ends.append(last.get(value, at) - BEFORE)
+            ends.append(before(last.get(value, at)))
         else:
-            ends.append(last.get(value, at))
+            ends.append(ProgramPoint(last.get(value, at)))
     return max(ends)
 
 
@@ -163,15 +154,38 @@ def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[Progra
     value, phase = view.inputs[0], view.phase
     base = d.graph.by_name[value.node]
     if base.op == "placeholder" or value in d.returned:
-        return 0.0, 0.0
+        return ProgramPoint(0), 0.0
     views = [n for n, _ in d.graph.consumers[value] if n.name in d.views and n.phase == phase]
     size = sum(m.bytes for n in views for m in n.outputs if m is not None)
     share = min(1.0, d.graph.meta(value).bytes / size) if size else 1.0
-    first = BEFORE + max(last_in_made_spec(d, value, live), live.reads[phase][1].get(value, live.at[view.name]))
+    read = ProgramPoint(live.reads[phase][1].get(value, live.at[view.name]))
+    first = max(last_in_made_spec(d, value, live), read).following
     if base.name in d.views:
         earlier, part = inherited_memory(d, base, live)
         return max(first, earlier), share * part
     return first, share
+
+
+def held_points(d: Decisions, value: Value, live: LiveRanges) -> dict[Event, ProgramPoint]:
+    """Return the point of each event of a value that the backward reads; none where it does not.
+
+    Where it is not certain when an event comes, it is the latest point for one with which memory is taken, and for one
+    with which it is given back the earliest, so that constraints never count more than is held.
+    """
+    if value not in live.backward:
+        return {}
+    first, last = live.backward[value]
+    at = {
+        Event.MADE: after(live.at[value.node]),
+        Event.LEFT: after(live.forward.get(value, live.at[value.node])),
+        Event.BACK: first.started,
+        Event.RESTORED: live.earliest[value].started,
+        Event.DONE: last.started if value in live.released_by["backward"] else last,
+    }
+    if value.node not in d.views:
+        return at | {Event.REMADE: rerun(d.graph, value.node, first)}
+    gone = base_live_until(d, value, live)
+    return at if gone is None else at | {Event.REMADE: gone.next}
 
 
 def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint | None:
@@ -179,14 +193,14 @@ def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoin
 
     None if that value is in memory anyway, or if other views may show the same part of it.
     """
-    node, end = d.graph.by_name[value.node], -1.0
+    node, end = d.graph.by_name[value.node], ProgramPoint(0)
     while node.name in d.views:
         base = node.inputs[0]
         views = [n for n, _ in d.graph.consumers[base] if n.name in d.views and n.phase == node.phase]
         size = sum(m.bytes for n in views for m in n.outputs if m is not None)
         if hold_key(base) not in d.index or size > d.graph.meta(base).bytes:
             return None
-        end = max(end, live.backward.get(base, (0, -1))[1])
+        end = max(end, live.backward[base][1]) if base in live.backward else end
         node = d.graph.by_name[base.node]
     return end
 
@@ -242,7 +256,23 @@ def _through_views(d: Decisions, last: dict[Value, int]) -> dict[Value, int]:
     return last
 
 
-def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, float], dict[Value, float]]:
+def _earliest_reads(graph: Graph) -> dict[Value, ProgramPoint]:
+    """Return the earliest point in the backward at which each forward value may be read, by whatever runs again."""
+    found: dict[Value, ProgramPoint] = {}
+    for node in reversed(graph.nodes):
+        if node.phase == "backward" and node.op != "placeholder":
+            point = ProgramPoint(graph.order[node.name])
+        else:
+            made = [found[v] for i in range(len(node.outputs)) if (v := Value(node.name, i)) in found]
+            if not made:
+                continue
+            point = rerun(graph, node.name, min(made))
+        for value in node.inputs:
+            found[value] = min(found.get(value, point), point)
+    return found
+
+
+def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, ProgramPoint], dict[Value, ProgramPoint]]:
     """Return the points in the backward between which each forward value is there, for values that the backward reads.
 
     An op is run again just before its first reader, which may itself be run again at any earlier point. Values that the
@@ -250,16 +280,16 @@ def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, fl
     only ops read that may or may not run again, it is unknown which of them will: such a value is counted from the last
     of these points to the first. Otherwise the constraints would count more than is held.
     """
-    first: dict[Value, float] = {}
-    last: dict[Value, float] = {}
+    first: dict[Value, ProgramPoint] = {}
+    last: dict[Value, ProgramPoint] = {}
     direct: set[Value] = set()
     for node in reversed(graph.nodes):
         backward = node.phase == "backward" and node.op != "placeholder"
         made = (Value(node.name, i) for i in range(len(node.outputs)))
         points = (
-            [float(at[node.name])]
+            [ProgramPoint(at[node.name])]
             if backward
-            else [rerun_point(graph, node.name, first[v]) for v in made if v in first]
+            else [rerun(graph, node.name, first[v]) for v in made if v in first]
         )
         for value in dict.fromkeys(node.inputs) if points else ():
             if backward:
@@ -267,11 +297,6 @@ def _backward_reads(graph: Graph, at: Mapping[str, int]) -> tuple[dict[Value, fl
                 last.setdefault(value, points[0])
                 direct.add(value)
             elif value not in direct:
-                first[value] = max(first.get(value, 0.0), *points)
-                last[value] = min(last.get(value, math.inf), *points)
+                first[value] = max(first.get(value, points[0]), *points)
+                last[value] = min(last.get(value, points[0]), *points)
     return first, last
-
-
-def rerun_point(graph: Graph, node: str, first: ProgramPoint) -> ProgramPoint:
-    """Return the point at which a node is run again whose result is first read at ``first``."""
-    return math.ceil(first) - BEFORE - RERUN_SPAN * (1 - graph.order[node] / len(graph.nodes))

@@ -21,14 +21,13 @@ from autopar.ir import Phase, Value
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import MAKES_NEW
 from autopar.planner.memory.live_ranges import (
-    BEFORE,
     LiveRanges,
-    ProgramPoint,
     last_read,
     live_ranges,
     replacement_range,
     replaces_original,
 )
+from autopar.planner.memory.points import ProgramPoint, after, before
 from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec
 from autopar.solver import Edge, Problem, Usage
@@ -155,7 +154,7 @@ class RedistributedOperands:
                 found[use.source, use.out, use.target] = _Operand(use, specs, sizes[specs, use.meta], *live_range)
         return tuple(found.values())
 
-    def _live_range(self, use: Use, target: Variable) -> tuple[float, float] | None:
+    def _live_range(self, use: Use, target: Variable) -> tuple[ProgramPoint, ProgramPoint] | None:
         """Return the points between which what is read is in memory together with what is made."""
         live, value = self._live, target.value
         source = self.decisions.variables[use.source].node
@@ -163,20 +162,20 @@ class RedistributedOperands:
             at = live.at[target.node.name]
             value_read = self.decisions.variables[use.source].value or (Value(source.name, use.out) if source else None)
             last = value_read is not None and live.released_by[target.phase].get(value_read) == target.node.name
-            return at - BEFORE, at - BEFORE if last else at
+            return before(at), before(at) if last else ProgramPoint(at)
         if target.kind == "parameter" and use.position < 0 and source is not None:
-            return (live.at[source.name] + BEFORE,) * 2
+            return (after(live.at[source.name]),) * 2
         if target.kind == "output" and value is not None:
-            return live.at[value.node] + BEFORE, last_read(self.decisions, value, live)
+            return after(live.at[value.node]), ProgramPoint(last_read(self.decisions, value, live))
         if target.kind == "copy" and value is not None and not target.key.endswith("@module"):
             if replaces_original(self.decisions, target):
                 return (replacement_range(self.decisions, target, live)[0],) * 2
             return self._reads(value, target.phase)
         return None
 
-    def _reads(self, value: Value, phase: Phase) -> tuple[float, float] | None:
+    def _reads(self, value: Value, phase: Phase) -> tuple[ProgramPoint, ProgramPoint] | None:
         first, last = self._live.reads[phase]
-        return (first[value] - BEFORE, last[value]) if value in first else None
+        return (before(first[value]), ProgramPoint(last[value])) if value in first else None
 
     def _maker_edge(self, operand: _Operand) -> Array:
         use = operand.use

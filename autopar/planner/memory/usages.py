@@ -6,7 +6,6 @@ and collectives. The exact liveness of the scheduled program decides whether a p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.holding import Stored
 from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import may_overwrite
@@ -21,18 +21,16 @@ from autopar.planner.footprint.state import state_bytes
 from autopar.planner.footprint.transients import min_transients
 from autopar.planner.graphs.shared import fixed_nodes
 from autopar.planner.memory.live_ranges import (
-    BEFORE,
     LiveRanges,
-    ProgramPoint,
-    base_live_until,
+    held_points,
     inherited_memory,
     last_in_made_spec,
     last_read,
     live_ranges,
     replacement_range,
     replaces_original,
-    rerun_point,
 )
+from autopar.planner.memory.points import ProgramPoint, after, before, end
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions, Variable, copy_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
@@ -40,6 +38,10 @@ from autopar.solver import Usage
 from autopar.solver.clock import tick
 
 Array = npt.NDArray[np.float64]
+
+
+_Usage = tuple[Array, ProgramPoint, ProgramPoint]
+"""Bytes by option, and the points between which they are held."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +53,8 @@ class MemoryUsages:
     options: Options
     variables: Sequence[int]
     sizes: Sequence[Array]
-    first: Array
-    last: Array
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, d: Decisions, options: Options) -> MemoryUsages:
@@ -65,18 +67,15 @@ class MemoryUsages:
             if size.any()
         ]
         variables, sizes, first, last = zip(*found, strict=True) if found else ((), (), (), ())
-        return cls(d, options, variables, sizes, np.array(first), np.array(last))
+        return cls(d, options, variables, sizes, _keys(first), _keys(last))
 
     def at_points(self, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
-        """Return what every option holds at each of ``points``; the point of the graph's length is the end of the step.
-
-        The i-th point is time i of the result.
-        """
+        """Return what every option holds at each of ``points``, the i-th being time i of the result."""
         found: list[Usage] = []
         others = self.options.in_flight - 1
         kept = self._kept() if others else ()
         for t, point in enumerate(points):
-            there = np.flatnonzero((self.first <= point) & (point <= self.last)).tolist()
+            there = np.flatnonzero((self.first <= point.key) & (point.key <= self.last)).tolist()
             found += [Usage(self.variables[i], self.sizes[i], t, t + 1) for i in there]
             found += [Usage(self.variables[i], others * self.sizes[i], t, t + 1) for i in kept]
             found += _while_running(self.d, self.options, point, t)
@@ -85,10 +84,14 @@ class MemoryUsages:
 
     def _kept(self) -> list[int]:
         """Return the indices of what is kept from the forward for the backward of one micro-batch."""
-        turn = self.d.graph.turn
-        there = np.flatnonzero((self.first < turn - BEFORE) & (turn - BEFORE <= self.last)).tolist()
+        turn = before(self.d.graph.turn).key
+        there = np.flatnonzero((self.first < turn) & (turn <= self.last)).tolist()
         fixed = fixed_nodes(self.d.graph)
         return [i for i in there if _is_per_micro_batch(self.d.variables[self.variables[i]], fixed)]
+
+
+def _keys(points: Sequence[ProgramPoint]) -> npt.NDArray[np.int64]:
+    return np.array([point.key for point in points], dtype=np.int64)
 
 
 PER_MICRO_BATCH = frozenset({"op", "copy", "hold", "received"})
@@ -107,9 +110,9 @@ def memory_usages(d: Decisions, options: Options, points: Sequence[ProgramPoint]
 
 def _while_running(d: Decisions, options: Options, point: ProgramPoint, time: int) -> list[Usage]:
     """Return what the node at ``point`` holds besides its operands and results while it runs."""
-    if point != int(point) or point >= len(d.graph.nodes):
+    if not point.running or point >= end(d.graph):
         return []
-    node = d.graph.nodes[int(point)]
+    node = d.graph.nodes[point.node]
     at = d.index.get(node.name)
     if at is None or d.variables[at].kind != "op":
         return []
@@ -134,8 +137,8 @@ def static_usages(
         view = v.kind == "hold" and v.value is not None and v.value.node in d.views
         if v.kind == "hold" and (not holds or (view and views_tied)):
             continue
-        for size, start, end in _usages_of(sizes, v, live, made):
-            if start <= point <= end and size.any():
+        for size, first, last in _usages_of(sizes, v, live, made):
+            if first <= point <= last and size.any():
                 found.append(Usage(i, size, time, time + 1))
     return found + _while_running(d, options, point, time)
 
@@ -184,14 +187,18 @@ class _OptionBytes:
 
 def _usages_of(
     sizes: _OptionBytes, v: Variable, live: LiveRanges, made: Mapping[str, _GradientPoints]
-) -> Iterator[tuple[Array, float, float]]:
+) -> Iterator[_Usage]:
     """Yield what a variable holds: (bytes of each option, first point, last point)."""
     d, options = sizes.d, sizes.options
-    end = len(d.graph.nodes)
+    start, over = ProgramPoint(0), end(d.graph)
     if v.kind == "parameter" and v.node is not None:
         yield from _parameter_usages(sizes, v, made)
     elif v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
-        yield sizes.made(v.node.outputs[0], v.options, 0), 0, live.reads["backward"][1][Value(v.node.name)]
+        yield (
+            sizes.made(v.node.outputs[0], v.options, 0),
+            start,
+            ProgramPoint(live.reads["backward"][1][Value(v.node.name)]),
+        )
     elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
         meta, meaning = v.node.outputs[0], d.graph.input_of[v.node.name]
         if d.graph.comes_from_stage(meaning):
@@ -199,79 +206,80 @@ def _usages_of(
             return
         whole = v.kind == "input" and options.batch == "global"
         held = np.full(len(v.options), float(meta.bytes)) if whole else sizes.made(meta, v.options, 0)
-        yield held * (options.held_batches if v.kind == "input" else 1), 0, end
+        yield held * (options.held_batches if v.kind == "input" else 1), start, over
     elif v.kind == "copy" and v.value is not None:
         yield from _copy_usages(sizes, v, v.value, live)
     elif v.kind == "output" and v.value is not None:
-        sent = live.turn - 1 if v.phase == "forward" else end - 1
-        until = end if v.value in d.kept_by_caller else sent
-        yield sizes.made(d.graph.meta(v.value), v.options, 0), last_read(d, v.value, live) + BEFORE, until
+        sent = live.turn if v.phase == "forward" else over.node
+        until = over if v.value in d.kept_by_caller else ProgramPoint(sent - 1)
+        yield sizes.made(d.graph.meta(v.value), v.options, 0), after(last_read(d, v.value, live)), until
     elif v.kind == "hold" and v.value is not None:
-        size = sizes.made(d.graph.meta(v.value), v.options, 0)
-        first, last = live.backward.get(v.value, (end, -1))
-        last -= BEFORE * (v.value in live.released_by["backward"])
-        kept, remade, offloaded = (
-            np.array([a == action for a in v.actions]) for action in ("keep", "recompute", "offload")
-        )
-        yield size * kept, live.forward.get(v.value, live.at[v.value.node]) + BEFORE, last
-        yield size * offloaded, first if first % 1 else first - BEFORE, last  # a node that is run again has one point
-        if v.value.node not in d.views:
-            yield size * remade, rerun_point(d.graph, v.value.node, first), last
-        elif (gone := base_live_until(d, v.value, live)) is not None:
-            yield size * remade, math.nextafter(gone, math.inf), last
+        yield from _held_usages(sizes, v, v.value, live)
     elif v.kind == "op" and v.node is not None:
         yield from _op_usages(sizes, v, v.node, live)
 
 
-def _span_from_stage(d: Decisions, value: Value, live: LiveRanges) -> tuple[float, float]:
+def _held_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
+    """Yield what a value takes that is held for the backward, by the lifetimes of each action."""
+    d, meta = sizes.d, sizes.d.graph.meta(value)
+    at = held_points(d, value, live)
+    for action in dict.fromkeys(v.actions):
+        chosen = np.array([a == action for a in v.actions])
+        for born, dies, stored in action.lifetimes:
+            if born in at and dies in at:
+                form = action.form(meta) if stored and isinstance(action, Stored) else meta
+                yield sizes.made(form, v.options, 0) * chosen, at[born], at[dies]
+
+
+def _span_from_stage(d: Decisions, value: Value, live: LiveRanges) -> tuple[ProgramPoint, ProgramPoint]:
     """Return the points between which what comes from another pipeline stage is certainly held.
 
     If the backward has a copy of an activation, it may be the forward's, and the original is then gone.
     """
     if d.graph.by_name[value.node].phase == "backward":
-        return live.turn, live.reads["backward"][1].get(value, live.turn)
+        return ProgramPoint(live.turn), ProgramPoint(live.reads["backward"][1].get(value, live.turn))
     backward = -1 if copy_key(value, "backward") in d.index else live.reads["backward"][1].get(value, -1)
-    return 0, max(live.forward.get(value, 0), backward)
+    return ProgramPoint(0), ProgramPoint(max(live.forward.get(value, 0), backward))
 
 
-def _parameter_usages(
-    sizes: _OptionBytes, v: Variable, made: Mapping[str, _GradientPoints]
-) -> Iterator[tuple[Array, float, float]]:
+def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _GradientPoints]) -> Iterator[_Usage]:
     assert v.node is not None and v.node.outputs[0] is not None
     d = sizes.d
-    end, meaning, meta = len(d.graph.nodes), d.graph.input_of[v.node.name], v.node.outputs[0]
+    over, meaning, meta = end(d.graph), d.graph.input_of[v.node.name], v.node.outputs[0]
     parameters, optimizer, gradients, step = sizes.state(meta, v.options, meaning.trainable)
     on_host = np.array(v.host_state_bytes or (0,) * len(v.options), dtype=np.float64)
-    yield parameters + optimizer - on_host, 0, end
+    yield parameters + optimizer - on_host, ProgramPoint(0), over
     unreduced = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
-    at, reduced = made.get(meaning.name, (end, end))
-    yield np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), at + 1, reduced - BEFORE
-    yield unreduced, reduced, end - BEFORE
-    yield gradients, end, end
-    yield step * (on_host == 0), end, end
+    at, reduced = made.get(meaning.name, (over.node, over.node))
+    yield np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), ProgramPoint(at + 1), before(reduced)
+    yield unreduced, ProgramPoint(reduced), over.started
+    yield gradients, over, over
+    yield step * (on_host == 0), over, over
 
 
-def _copy_usages(
-    sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges
-) -> Iterator[tuple[Array, float, float]]:
+def _copy_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
     d = sizes.d
     size = sizes.made(d.graph.meta(value), v.options, 0)
     kept = np.array(v.kept or (False,) * len(v.options))
     if replaces_original(d, v):
         beside, last = replacement_range(d, v, live)
-        yield size * ~kept, beside + BEFORE, last
-    if kept.any():  # until then the forward's own copy counts
-        yield size * kept, live.forward.get(value, -1) + BEFORE, live.backward.get(value, (0, -1))[1]
+        yield size * ~kept, beside.following, last
+    if kept.any() and value in live.backward:  # until then the forward's own copy counts
+        yield size * kept, after(live.forward.get(value, -1)), live.backward[value][1]
 
 
-def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -> Iterator[tuple[Array, float, float]]:
+def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -> Iterator[_Usage]:
     d = sizes.d
     at = live.at[node.name]
     for value in dict.fromkeys(node.inputs):
         if live.released_by[node.phase].get(value) == node.name:
-            yield sizes.read(d.graph.meta(value), v.options, node.inputs.index(value)), at, at
+            yield (
+                sizes.read(d.graph.meta(value), v.options, node.inputs.index(value)),
+                ProgramPoint(at),
+                ProgramPoint(at),
+            )
     # While it runs it may overwrite an operand, and constraints must not count more than is held.
-    first, share = at + BEFORE * may_overwrite(node, d.graph), 1.0
+    first, share = after(at) if may_overwrite(node, d.graph) else ProgramPoint(at), 1.0
     if node.name in d.views:
         first, share = inherited_memory(d, node, live)
     for out, result in enumerate(node.outputs if share else ()):
@@ -280,15 +288,15 @@ def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -
 
 
 class _GradientPoints(NamedTuple):
-    """The point at which a gradient is made, and that from which on it is certainly in its parameter's spec."""
+    """The node that makes a gradient, and that from which on it is certainly in its parameter's spec."""
 
     at: int
     reduced: int
 
 
 def _gradient_points(d: Decisions) -> dict[str, _GradientPoints]:
-    """Return the points of each parameter's gradient. Each further step of its redistribution is taken when the next
-    result is made."""
+    """Return when each parameter's gradient is made and reduced. Each further step of its redistribution is taken when
+    the next result is made."""
     points = sorted({d.graph.order[o.value.node] for o in d.graph.outputs})
     ends = [*points, *[len(d.graph.nodes)] * 2 * d.mesh.ndim]
     reduced = {point: ends[i + 2 * d.mesh.ndim - 1] for i, point in enumerate(points)}

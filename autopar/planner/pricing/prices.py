@@ -17,6 +17,7 @@ from autopar.cost_models import (
     CollectiveCosts,
     ComputeCosts,
 )
+from autopar.holding import Rates
 from autopar.ir import Graph, Node, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.implementations import extra_passes, implementation, sent_rows
@@ -25,7 +26,7 @@ from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
 from autopar.planner.pricing.fused import Fused
 from autopar.planner.pricing.overlapped_products import Decomposition, reachable, seconds_of_parts
 from autopar.planner.pricing.ring_attention import ring_traffic
-from autopar.planner.pricing.transfers import EXPOSED_SHARE, offload_seconds, state_seconds
+from autopar.planner.pricing.transfers import hold_seconds, state_seconds
 from autopar.planner.problem.variables import Decisions, Use, Variable, output_key, spec_made, spec_read
 from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
@@ -273,7 +274,7 @@ class Prices:
         key = id(cost), id(source.options), id(target.options), alone
         if key not in self._split:
             paid = self._paid_by_each(d, target.node, alone) if alone else self._paid_leading(d, target.node, use)
-            held = np.array(source.actions) != "recompute"
+            held = [not action.remakes for action in source.actions]
             self._split[key] = cost + np.outer(held, [0.0, *paid]), cost
         return self._split[key][0]
 
@@ -476,6 +477,11 @@ class Prices:
         )
         return seconds, min(launch_s, seconds)
 
+    @cached_property
+    def rates(self) -> Rates:
+        """What storing a value costs."""
+        return Rates(self.cluster.host, *self.compute.copy_line())
+
     def edge(self, source: Variable, target: Variable, use: Use) -> Array:
         """Return the cost matrix of one use. Equal uses share one matrix."""
         known = self._edge_of_use.get(id(use))
@@ -534,10 +540,10 @@ class Prices:
         return cost
 
     def _hold_edge(self, made: Ends, target: Variable, use: Use) -> Array:
-        """Return which options of a hold variable fit: kept and offloaded values come from the forward, others from the
+        """Return which options of a hold variable fit: kept and stored values come from the forward, others from the
         rerun op, in the spec in which it makes them."""
-        actions = ("recompute",) if use.rerun else ("keep", "offload")
-        taken = [spec_read(o, 0) if a in actions else None for o, a in zip(target.options, target.actions, strict=True)]
+        options = zip(target.options, target.actions, strict=True)
+        taken = [spec_read(o, 0) if (a.remakes if use.rerun else a.of_forward) else None for o, a in options]
         if not use.rerun:
             return self._redistribution_seconds(made, taken, use.meta)
         return np.array([[0.0 if t is None or s == t else math.inf for t in taken] for s in made])
@@ -574,8 +580,8 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
         if v.kind == "rerun" and v.node:
             options = d.variables[d.index[v.node.name]].options
             return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weight])
-        if v.kind == "hold" and "offload" in v.actions:
-            return offload_seconds(d, v, prices.cluster.host) * EXPOSED_SHARE
+        if v.kind == "hold":
+            return hold_seconds(d, v, prices.rates)
         if v.host_state_bytes:
             return state_seconds(v.host_state_bytes, prices.cluster.host) / d.accumulation_steps
         crossing = crosses.get(v.key)

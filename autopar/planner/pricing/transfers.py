@@ -7,12 +7,13 @@ A few more constraints of the problem see to that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from autopar.holding import Rates, Stored
 from autopar.mesh import Link
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.problem.variables import Decisions, Variable
@@ -33,31 +34,37 @@ FORWARD_PARTS = 4
 """The number of parts of the forward. What is made in a part or after it has to hide in that part or after it."""
 
 
-def transfer_seconds(host: Link, size: float) -> float:
-    """Return the seconds to copy ``size`` bytes between a device and pinned memory of its host, in one direction."""
-    return host.latency_s + size / (host.bandwidth_bytes_per_s * host.efficiency)
-
-
-def offload_seconds(d: Decisions, v: Variable, host: Link) -> Array:
-    """Return the seconds of transfers, out and back, of each option of a hold variable."""
+def store_seconds(d: Decisions, v: Variable, rates: Rates, counted: Callable[[Stored], float] = lambda _: 1.0) -> Array:
+    """Return the seconds for which each option of a hold variable stores its value, times what ``counted`` says of its
+    action. It takes as long to restore it."""
     assert v.value is not None
     meta = d.graph.meta(v.value)
-    return np.array(
-        [
-            2 * transfer_seconds(host, local_bytes(meta, o.inputs[0], d.mesh)) if a == "offload" else 0.0
-            for o, a in zip(v.options, v.actions, strict=True)
-        ]
-    )
+    found = np.zeros(len(v.options))
+    for i, action in enumerate(v.actions):
+        if isinstance(action, Stored):
+            whole, stored = (local_bytes(m, v.options[i].inputs[0], d.mesh) for m in (meta, action.form(meta)))
+            found[i] = action.seconds(whole, stored, rates) * counted(action)
+    return found
+
+
+def copied(action: Stored) -> float:
+    """Count what is copied to the host."""
+    return float(action.on_host)
+
+
+def hold_seconds(d: Decisions, v: Variable, rates: Rates) -> Array:
+    """Return what each option of a hold variable adds to the step by storing and restoring: of what hides, little."""
+    return 2 * store_seconds(d, v, rates, lambda action: EXPOSED_SHARE if action.on_host else 1.0)
 
 
 def state_seconds(sizes: Sequence[int], host: Link) -> Array:
     """Return the seconds to fetch these bytes of optimizer state for the step and to send them back; nothing hides
     them."""
-    return np.array([2 * transfer_seconds(host, size) if size else 0.0 for size in sizes])
+    return np.array([2 * host.copy_seconds(size) if size else 0.0 for size in sizes])
 
 
 def host_usages(
-    d: Decisions, host: Link, hideable_s: float, time: int, limit: float, parts: int = FORWARD_PARTS
+    d: Decisions, rates: Rates, hideable_s: float, time: int, limit: float, parts: int = FORWARD_PARTS
 ) -> tuple[Usage, ...]:
     """Return constraints at ``time`` and after that let all offloading hide.
 
@@ -70,11 +77,15 @@ def host_usages(
         parts: how many of ``FORWARD_PARTS`` constraints to make, from that for the whole forward on.
     """
     made = _forward_progress(d)
-    offloading = [(i, v) for i, v in enumerate(d.variables) if v.kind == "hold" and "offload" in v.actions]
+    offloading = [
+        (i, v)
+        for i, v in enumerate(d.variables)
+        if v.kind == "hold" and any(isinstance(a, Stored) and a.on_host for a in v.actions)
+    ]
     found = []
     for i, v in offloading:
         assert v.value is not None
-        seconds = offload_seconds(d, v, host) / 2
+        seconds = store_seconds(d, v, rates, copied)
         for part in range(parts):
             if made[v.value.node] >= part / FORWARD_PARTS:
                 room_s = max(hideable_s * (1 - part / FORWARD_PARTS) * HIDING_SHARE, 1e-12)
@@ -83,11 +94,11 @@ def host_usages(
 
 
 def hides_transfers(
-    d: Decisions, choice: Sequence[int], host: Link, hideable_s: float, parts: int = FORWARD_PARTS
+    d: Decisions, choice: Sequence[int], rates: Rates, hideable_s: float, parts: int = FORWARD_PARTS
 ) -> bool:
     """Whether the constraints of ``host_usages`` allow what ``choice`` offloads."""
     used = [0.0] * parts
-    for row in host_usages(d, host, hideable_s, 0, 1.0, parts):
+    for row in host_usages(d, rates, hideable_s, 0, 1.0, parts):
         used[row.start] += float(row.option[choice[row.node]])
     return max(used) <= 1
 
@@ -98,14 +109,14 @@ def exposed_seconds(program: Program) -> float:
     now_s = free_s = 0.0
     for op in program.ops:
         if op.phase == "forward":
-            now_s += _computing(op)
+            now_s += op.computing_s
             free_s = max(free_s, now_s) + op.seconds if op.kind == "offload" else free_s
     return max(free_s - now_s, 0.0)
 
 
 def forward_seconds(program: Program) -> float:
     """Return the seconds of computation in the forward of ``program``."""
-    return sum(_computing(op) for op in program.ops if op.phase == "forward")
+    return sum(op.computing_s for op in program.ops if op.phase == "forward")
 
 
 def _forward_progress(d: Decisions) -> dict[str, float]:
@@ -122,10 +133,10 @@ def _forward_progress(d: Decisions) -> dict[str, float]:
 def place_transfers(ops: Sequence[Op]) -> tuple[Op, ...]:
     """Place waits for offloads where they should be done, and begin each fetch as early as necessary.
 
-    Transfers go one after the other. Nothing is offloaded that is never fetched.
+    Transfers go one after the other. Nothing is stored that is never restored.
     """
-    fetched = {name for op in ops if op.kind == "fetch" for name in op.reads}
-    ops = [op for op in ops if op.kind != "offload" or op.writes[0].name in fetched]
+    restored = {name for op in ops if op.restores for name in op.reads}
+    ops = [op for op in ops if not op.stores or op.writes[0].name in restored]
     return tuple(_begin_fetches(_end_offloads(ops)))
 
 
@@ -138,7 +149,7 @@ def _end_offloads(ops: Sequence[Op]) -> list[Op]:
         while under_way and (under_way[0][0] <= now_s or op.phase == "backward"):
             placed.append(_wait(under_way.pop(0)[1]))
         placed.append(op)
-        now_s += _computing(op)
+        now_s += op.computing_s
         if op.kind == "offload":
             free_s = max(free_s, now_s) + op.seconds
             under_way.append((free_s, op))
@@ -166,10 +177,6 @@ def _begin_fetches(ops: Sequence[Op]) -> list[Op]:
         while waiting and (waiting[0][0] <= now_s or at < backward):
             placed.append(waiting.pop(0)[1])
         placed.append(op)
-        now_s += _computing(op)
+        now_s += op.computing_s
     placed += [op for _, op in waiting]
     return placed[::-1]
-
-
-def _computing(op: Op) -> float:
-    return op.seconds if op.kind in ("compute", "decomposed") else 0.0

@@ -41,7 +41,7 @@ from autopar.strategies import strategies
 
 
 def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
-    """List every decision of ``graph`` on ``mesh``; if ``recompute``, also what the backward recomputes or offloads."""
+    """List every decision of ``graph`` on ``mesh``; if ``recompute``, also how values are held for the backward."""
     d = Decisions(
         graph,
         mesh,
@@ -69,7 +69,7 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
     held = rematerialize.eligible(graph) if recompute else frozenset()
     if recompute:
         rematerialize.add_reruns(d, held)
-        d.min_offloaded_bytes = rematerialize.min_offloaded_bytes(graph)
+        d.min_stored_bytes = rematerialize.min_stored_bytes(graph)
     targets_of = _result_targets(d)
     for value, meta in list(_values(graph)):
         _add_uses(d, value, meta, forced, targets_of, value.node in held)

@@ -1,9 +1,9 @@
-"""Keep, recompute or offload, in the same problem as the sharding.
+"""How values are held for the backward, in the same problem as the sharding.
 
 Every forward value that the backward can use gets a *hold* variable. The value is kept in one spec (possibly a shard of
-what was computed), offloaded to the host in that spec, recomputed in the backward, or absent there. Every forward op
-gets a *rerun* variable: it is not run again, or is run again with one of its strategies, on operands that are
-themselves held. Beaumont et al. (2019, 2021) and Jain et al. (Checkmate, 2020) choose what to keep or offload for a
+what was computed), stored in another place or form in that spec, recomputed in the backward, or absent there. Every
+forward op gets a *rerun* variable: it is not run again, or is run again with one of its strategies, on operands that
+are themselves held. Beaumont et al. (2019, 2021) and Jain et al. (Checkmate, 2020) choose what to keep or offload for a
 fixed program; here the shardings are chosen with it.
 """
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autopar.holding import ABSENT, KEEP, RECOMPUTE, stores
 from autopar.ir import Graph, Value
 from autopar.planner.problem.variables import Decisions, Use, Variable, hold_key, rerun_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 
-MIN_OFFLOADED_SHARE = 1e-3
-"""Share of the largest forward value's bytes below which a value is not worth a transfer."""
+MIN_STORED_SHARE = 1e-3
+"""Share of the largest forward value's bytes below which a value is not worth storing elsewhere."""
 
 NOTHING = Strategy((), ())
 """The option of an op that is not run again, and of a value that the backward does without."""
@@ -34,10 +35,10 @@ def eligible(graph: Graph) -> frozenset[str]:
     return frozenset(needed)
 
 
-def min_offloaded_bytes(graph: Graph) -> float:
-    """Return the bytes below which a value is not offloaded."""
+def min_stored_bytes(graph: Graph) -> float:
+    """Return the bytes below which a value is kept as it is or not at all."""
     made = (m for n in graph.nodes if n.phase == "forward" and n.op != "placeholder" for m in n.outputs if m)
-    return MIN_OFFLOADED_SHARE * max((m.bytes for m in made), default=0)
+    return MIN_STORED_SHARE * max((m.bytes for m in made), default=0)
 
 
 def add_reruns(d: Decisions, names: frozenset[str]) -> None:
@@ -45,7 +46,7 @@ def add_reruns(d: Decisions, names: frozenset[str]) -> None:
     for node in d.graph.nodes:
         if node.name in names:
             options = d.variables[d.index[node.name]].options
-            actions = ("none",) + ("recompute",) * len(options)
+            actions = (ABSENT,) + (RECOMPUTE,) * len(options)
             d.add(Variable(rerun_key(node.name), "rerun", (NOTHING, *options), "backward", node, actions=actions))
 
 
@@ -61,9 +62,10 @@ def add_hold(d: Decisions, value: Value, source: int, out: int, readers: list[tu
     reruns = rerun_readers(d, value)
     kept = () if value in d.inside_kernels else _kept_specs(d, source, out, readers)
     remade = _distinct(o.outputs[value.index] for o in d.variables[rerun].options[1:])
-    offloaded = kept if meta.bytes >= d.min_offloaded_bytes else ()
-    options = (*(Strategy((s,), (s,)) for s in (*kept, *offloaded, *remade)), NOTHING)
-    actions = ("keep",) * len(kept) + ("offload",) * len(offloaded) + ("recompute",) * len(remade) + ("absent",)
+    stored = [way for way in stores() if meta.bytes >= d.min_stored_bytes and way.serves(meta)]
+    ways = [(action, spec) for action in (KEEP, *stored) for spec in kept] + [(RECOMPUTE, spec) for spec in remade]
+    options = (*(Strategy((spec,), (spec,)) for _, spec in ways), NOTHING)
+    actions = (*(action for action, _ in ways), ABSENT)
     held = d.add(Variable(hold_key(value), "hold", options, "backward", value=value, actions=actions))
     d.uses.append(Use(source, out, held, 0, meta))
     d.uses.append(Use(rerun, value.index, held, 0, meta, rerun=True))

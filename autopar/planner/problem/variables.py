@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from autopar.holding import Action
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import views_of
@@ -22,7 +23,7 @@ class Variable:
     Args:
         key: a node's name, or the name of a value's copy in a phase.
         kept: for a copy in the backward, which options keep what the forward gathered.
-        actions: what each option of a hold or rerun variable does: keep, offload, recompute, absent, none.
+        actions: what each option of a hold or rerun variable does.
         host_state_bytes: for each option of a parameter, the bytes of its optimizer state that the host keeps.
     """
 
@@ -33,7 +34,7 @@ class Variable:
     node: Node | None = None
     value: Value | None = None
     kept: tuple[bool, ...] = ()
-    actions: tuple[str, ...] = ()
+    actions: tuple[Action, ...] = ()
     host_state_bytes: tuple[int, ...] = ()
 
 
@@ -60,7 +61,7 @@ class Decisions:
 
     Args:
         recomputes: whether ops of the forward may run again in the backward.
-        min_offloaded_bytes: smaller values are not offloaded to the host.
+        min_stored_bytes: smaller values are not stored in another place or form.
         accumulation_steps: micro-batches in one step of the optimizer.
         seam_s: seconds for each byte that a rank sends to another stage.
         widened: gradients that are reduced only after their cast to a wider dtype.
@@ -72,7 +73,7 @@ class Decisions:
     uses: list[Use] = field(default_factory=list)
     index: dict[str, int] = field(default_factory=dict)
     recomputes: bool = False
-    min_offloaded_bytes: float = math.inf
+    min_stored_bytes: float = math.inf
     accumulation_steps: int = 1
     seam_s: float = 0.0
     widened: frozenset[Value] = frozenset()

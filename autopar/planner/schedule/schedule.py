@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from autopar.holding import Stored
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.implementations import implementation, packing_kernels
@@ -18,7 +19,7 @@ from autopar.planner.footprint.op_work import VIEWS, local_bytes
 from autopar.planner.graphs.ahead import casts_of_parameters
 from autopar.planner.memory.live_ranges import replaces_original
 from autopar.planner.pricing.prices import Prices
-from autopar.planner.pricing.transfers import place_transfers, state_seconds, transfer_seconds
+from autopar.planner.pricing.transfers import place_transfers, state_seconds
 from autopar.planner.problem.variables import (
     Decisions,
     copy_key,
@@ -67,6 +68,14 @@ class _OpTemplate(NamedTuple):
     loan: Loan | None = None
 
 
+class _StoredValue(NamedTuple):
+    """A value that the backward finds stored: how, what it was, and the op that stored it."""
+
+    action: Stored
+    whole: LocalTensor
+    op: Op
+
+
 @dataclass
 class _Scheduler:
     d: Decisions
@@ -80,7 +89,7 @@ class _Scheduler:
     rerun: set[str] = field(default_factory=set)
     redistributed: set[str] = field(default_factory=set)
     pending_results: list[list[Callable[[], None]]] = field(default_factory=list)
-    offloaded: dict[Value, LocalTensor] = field(default_factory=dict)
+    stored: dict[Value, _StoredValue] = field(default_factory=dict)
 
     @cached_property
     def hold_variables(self) -> Mapping[Value, int]:
@@ -247,18 +256,18 @@ class _Scheduler:
             )
 
     def _keep_for_backward(self, value: Value) -> None:
-        """Redistribute a kept value at once to the spec in which it is kept, and offload it if so chosen."""
+        """Redistribute a value at once to the spec in which it is held, and store it if so chosen."""
         at = self.hold_variables.get(value)
         if at is None:
             return
         variable = self.d.variables[at]
         action = variable.actions[self.choice[at]]
-        if action not in ("keep", "offload"):
+        if not action.of_forward:
             return
         spec = variable.options[self.choice[at]].inputs[0]
         name = self._read(value, spec, "forward")
-        if action == "offload":
-            self.offloaded[value] = self._transfer("offload", value, name, f"{name}|host", spec, "forward")
+        if isinstance(action, Stored):
+            self.stored[value] = self._store(action, value, self._tensor(name, self.graph.meta(value), spec))
         else:
             self._set_backward_value(value, spec, name)
 
@@ -267,22 +276,32 @@ class _Scheduler:
         self.base["backward"][value] = spec
         self.made["backward"][value] = {spec: name}
 
-    def _transfer(
-        self, kind: Literal["offload", "fetch"], value: Value, source: str, name: str, spec: ShardingSpec, phase: Phase
-    ) -> LocalTensor:
-        """Emit a copy to or from the host."""
-        tensor = replace(self._tensor(name, self.graph.meta(value), spec), host=kind == "offload")
-        seconds = transfer_seconds(self.prices.cluster.host, tensor.bytes)
-        self.ops.append(Op(f"{value}|{kind}", kind, value.node, (source,), (tensor,), phase, seconds=seconds))
-        return tensor
-
-    def _fetch(self, value: Value) -> None:
-        """Emit the fetch of a value that the host keeps."""
-        host = self.offloaded.pop(value)
-        name = f"{host.name.removesuffix('|host')}|back"
-        self._set_backward_value(
-            value, host.spec, self._transfer("fetch", value, host.name, name, host.spec, "backward").name
+    def _store(self, action: Stored, value: Value, whole: LocalTensor) -> _StoredValue:
+        """Emit the op that stores a value."""
+        kind, form = action.kinds[0], action.form(whole.meta)
+        tensor = replace(self._tensor(f"{whole.name}|{action.suffix}", form, whole.spec), host=action.on_host)
+        seconds = action.seconds(whole.bytes, tensor.bytes, self.prices.rates)
+        name = f"{value}|{kind}"
+        self.ops.append(
+            Op(name, kind, value.node, (whole.name,), (tensor,), "forward", seconds=seconds, form=action.name)
         )
+        return _StoredValue(action, whole, self.ops[-1])
+
+    def _restore(self, value: Value) -> None:
+        """Emit the op that restores a value that is stored."""
+        action, whole, stored = self.stored.pop(value)
+        tensor, kind = replace(whole, name=f"{whole.name}|back"), action.kinds[1]
+        self.ops.append(
+            replace(
+                stored,
+                name=f"{value}|{kind}",
+                kind=kind,
+                reads=(stored.writes[0].name,),
+                writes=(tensor,),
+                phase="backward",
+            )
+        )
+        self._set_backward_value(value, whole.spec, tensor.name)
 
     def _rerun_for(self, node: Node) -> None:
         """Run again what ``node`` needs and the backward does not have, in the order of the graph."""
@@ -290,7 +309,7 @@ class _Scheduler:
         ahead = [node]
         while ahead:
             for value in ahead.pop().inputs:
-                there = value in self.base["backward"] or value in self.offloaded
+                there = value in self.base["backward"] or value in self.stored
                 if not there and value.node not in missing and value.node not in self.rerun:
                     missing.add(value.node)
                     ahead.append(self.graph.by_name[value.node])
@@ -329,8 +348,8 @@ class _Scheduler:
         """Return the tensor that holds ``value`` in ``spec``, redistributed through the phase's copy if there is
         one."""
         if phase == "backward":
-            if value in self.offloaded:
-                self._fetch(value)
+            if value in self.stored:
+                self._restore(value)
             elif value not in self.base["backward"]:
                 self._rerun(self.graph.by_name[value.node])
         source = self.base[phase][value]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from autopar.holding import ABSENT, KEEP, RECOMPUTE
 from autopar.ir import Value
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.problem.variables import Decisions, hold_key, rerun_key
@@ -82,7 +83,7 @@ class Keeping:
     @cached_property
     def storages(self) -> tuple[Value, ...]:
         """What can be kept, in the order of the program; views are held as what they are views of."""
-        held = (v.value for v in self.decisions.variables if "keep" in v.actions and v.value is not None)
+        held = (v.value for v in self.decisions.variables if KEEP in v.actions and v.value is not None)
         return tuple(v for v in held if self.root[v] == v)
 
     def choosing(self, kept: Collection[Value]) -> Choice:
@@ -99,10 +100,10 @@ class Keeping:
                 readers = (n for n, _ in d.graph.consumers.get(value, ()))
                 needed = any(n.phase == "backward" or n.name in again for n in readers)
                 stays = self.root[value] in kept or hold_key(self.root[value]) not in d.index
-                stays = stays and "keep" in d.variables[at].actions
-                action = "absent" if not needed else "keep" if stays else "recompute"
+                stays = stays and KEEP in d.variables[at].actions
+                action = ABSENT if not needed else KEEP if stays else RECOMPUTE
                 choice[at] = d.variables[at].actions.index(action)
-                if action == "recompute":
+                if action.remakes:
                     again.add(node.name)
             if rerun_key(node.name) in d.index:
                 choice[d.index[rerun_key(node.name)]] = int(node.name in again)
@@ -111,7 +112,7 @@ class Keeping:
     def kept_by(self, choice: Sequence[int]) -> frozenset[Value]:
         """The storages that a choice keeps."""
         found = ((v, self.decisions.index[hold_key(v)]) for v in self.storages)
-        return frozenset(v for v, at in found if self.decisions.variables[at].actions[choice[at]] == "keep")
+        return frozenset(v for v, at in found if self.decisions.variables[at].actions[choice[at]] == KEEP)
 
     def crossing(self, position: int) -> frozenset[Value]:
         """What the forward has made before ``position`` and still reads from there on."""

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.holding import Stored
 from autopar.planner.pricing.objective import Objective
-from autopar.planner.pricing.transfers import offload_seconds
+from autopar.planner.pricing.transfers import copied, store_seconds
 from autopar.planner.search.keeping import Choice
 from autopar.solver.problem import Array
 
@@ -42,11 +43,11 @@ def offloading_first(objective: Objective, choice: Sequence[int]) -> Choice:
 
 
 def _offload_seconds(objective: Objective, choice: Choice) -> Array:
-    """Return the seconds for which each variable's value is copied to the host and back."""
+    """Return the seconds for which each variable's value is copied to the host."""
     d, found = objective.decisions, np.zeros(len(objective.decisions.variables))
     for i, v in enumerate(d.variables):
-        if v.kind == "hold" and v.actions[choice[i]] == "offload":
-            found[i] = offload_seconds(d, v, objective.prices.cluster.host)[choice[i]]
+        if v.kind == "hold" and isinstance(v.actions[choice[i]], Stored):
+            found[i] = store_seconds(d, v, objective.prices.rates, copied)[choice[i]]
     return found
 
 

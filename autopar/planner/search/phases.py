@@ -368,7 +368,7 @@ class Joint:
 def _recomputes(found: Result, values: Collection[int]) -> bool:
     """Whether a plan recomputes any of these hold variables' values."""
     variables, choice = found.objective.decisions.variables, found.solution.choice
-    return any(variables[i].actions[choice[i]] == "recompute" for i in values)
+    return any(variables[i].actions[choice[i]].remakes for i in values)
 
 
 def _same_points(active: ActiveSet) -> ActiveSet:

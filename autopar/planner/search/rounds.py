@@ -51,8 +51,8 @@ def constrained(
     """The problem with memory constraints, without the redistributed operands that they do not see."""
     used = active.usages() if active else ()
     if active and math.isfinite(limit) and math.isfinite(state.hideable_s):
-        host = search.prices.cluster.host
-        used += host_usages(objective.decisions, host, state.hideable_s, HOST_TIME, limit, state.hiding_parts)
+        rates = search.prices.rates
+        used += host_usages(objective.decisions, rates, state.hideable_s, HOST_TIME, limit, state.hiding_parts)
     return objective.problem(used, limit)
 
 
@@ -62,7 +62,7 @@ def without_recomputing(objective: Objective, problem: Problem, boundaries: Coll
         return problem
     costs = list(problem.costs)
     for i in boundaries:
-        recomputed = np.array([action == "recompute" for action in objective.decisions.variables[i].actions])
+        recomputed = np.array([action.remakes for action in objective.decisions.variables[i].actions])
         costs[i] = np.where(recomputed, math.inf, costs[i])
     return replace(problem, costs=tuple(costs), trusted=True)
 

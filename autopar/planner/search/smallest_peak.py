@@ -121,6 +121,8 @@ def _near_smallest(
             gap=COST_GAP,
         )
     except (InfeasibleError, SolverError):
-        host, parts = search.prices.cluster.host, state.hiding_parts
-        hides = math.isinf(state.hideable_s) or hides_transfers(objective.decisions, own, host, state.hideable_s, parts)
+        rates, parts = search.prices.rates, state.hiding_parts
+        hides = math.isinf(state.hideable_s) or hides_transfers(
+            objective.decisions, own, rates, state.hideable_s, parts
+        )
         return (search.measure(objective, own, "smallest peak") if hides else None), state

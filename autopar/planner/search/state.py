@@ -11,7 +11,7 @@ from functools import cached_property
 from autopar.ir import Graph
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import MemoryProfile
-from autopar.planner.memory.live_ranges import ProgramPoint
+from autopar.planner.memory.points import ProgramPoint
 from autopar.planner.options import Options
 from autopar.planner.overlap.arrange import TriedArrangements
 from autopar.planner.pricing.objective import Objective

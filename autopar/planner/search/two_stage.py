@@ -18,7 +18,8 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.exact import MemoryProfile
-from autopar.planner.memory.exact_constraints import ExactMemory, ExactPoint, points_over
+from autopar.planner.memory.exact_constraints import ExactMemory, points_over
+from autopar.planner.memory.points import ProgramPoint, end
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
@@ -108,7 +109,7 @@ class CheckpointSearch:
     options: Options
     still: Open
     hideable_s: float = math.inf
-    moments: dict[ExactPoint, float] = field(init=False)
+    moments: dict[ProgramPoint, float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.moments = self._first_moments()
@@ -167,10 +168,10 @@ class CheckpointSearch:
         proven = s.objective - bound <= self.options.gap * s.objective
         return replace(found, solution=replace(s, lower_bound=bound, proven=proven), exact=exact)
 
-    def _first_moments(self) -> dict[ExactPoint, float]:
-        return {ExactPoint(len(self.decisions.graph.nodes)): 0.0}
+    def _first_moments(self) -> dict[ProgramPoint, float]:
+        return {end(self.decisions.graph): 0.0}
 
-    def _unseen(self, moments: Mapping[ExactPoint, int], choice: Sequence[int]) -> dict[ExactPoint, float]:
+    def _unseen(self, moments: Mapping[ProgramPoint, int], choice: Sequence[int]) -> dict[ProgramPoint, float]:
         """What the schedule of ``choice`` holds at each moment beside what its row sees."""
         return {m: max(held - self.exact.used(choice, m), 0.0) for m, held in moments.items()}
 
@@ -268,7 +269,7 @@ class CheckpointSearch:
         return scheduled(self.decisions, choice, self.prices, self.options, budget)
 
     def _solve(
-        self, moments: Mapping[ExactPoint, float], limit: float, deadline: float, starts: Sequence[Sequence[int]]
+        self, moments: Mapping[ProgramPoint, float], limit: float, deadline: float, starts: Sequence[Sequence[int]]
     ) -> Solution:
         """The best choice of the problem with ``moments``, without their states."""
         plain = len(self.decisions.variables)
@@ -289,13 +290,13 @@ class CheckpointSearch:
         base = self.objective.problem((), limit)
         return self.objective.minimize(base, best_of, self.options.gap)
 
-    def _asked(self, moments: Mapping[ExactPoint, float], limit: float, problem: Problem | None = None) -> Problem:
+    def _asked(self, moments: Mapping[ProgramPoint, float], limit: float, problem: Problem | None = None) -> Problem:
         problem = problem or self.objective.problem((), limit)
         costs = tuple(map(_open_cost, problem.costs, self.still))
         extended = self.exact.extend(replace(problem, costs=costs), moments)
         if not (math.isfinite(limit) and math.isfinite(self.hideable_s)):
             return extended
-        host = host_usages(self.decisions, self.prices.cluster.host, self.hideable_s, len(moments), limit)
+        host = host_usages(self.decisions, self.prices.rates, self.hideable_s, len(moments), limit)
         return replace(extended, usages=(*extended.usages, *host))
 
 
