@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
+from autopar.errors import AutoparError
 from autopar.ir import ITEMSIZE, TensorMeta
 from autopar.mesh import Link
 
@@ -177,10 +178,25 @@ def stores() -> tuple[Stored, ...]:
     return tuple(action for action in ACTIONS.values() if isinstance(action, Stored))
 
 
-@contextmanager
-def registered(action: Action) -> Iterator[None]:
-    """Let plans hold values by ``action`` too, inside the context."""
+def register(action: Stored) -> None:
+    """Let plans hold values by ``action`` too, wherever they can and that is cheapest.
+
+    Raises:
+        AutoparError: there is another action of its name.
+    """
+    if ACTIONS.get(action.name, action) is not action:
+        raise AutoparError(
+            f"There is already an action {action.name!r}.",
+            found=repr(ACTIONS[action.name].text),
+            hint="give the new one another name.",
+        )
     ACTIONS[action.name] = action
+
+
+@contextmanager
+def registered(action: Stored) -> Iterator[None]:
+    """Let plans hold values by ``action`` too, inside the context."""
+    register(action)
     try:
         yield
     finally:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import autopar
 from autopar import codegen, passes
-from autopar.errors import PlanError
-from autopar.holding import ABSENT, ACTIONS, KEEP, Encoded, Rates, registered
+from autopar.errors import AutoparError, PlanError
+from autopar.holding import ABSENT, ACTIONS, KEEP, Encoded, Rates, register, registered
 from autopar.mesh import Mesh
 from autopar.planner import Options
 from autopar.planner.memory.points import ProgramPoint
@@ -95,8 +95,7 @@ def all_so(name: str, mesh: tuple[int, ...]) -> tuple[Subject, Objective, tuple[
     return of, objective, tuple(choice), schedule(objective.decisions, choice, prices)
 
 
-@pytest.mark.parametrize("mesh", [(1,), (2,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", (1,)), ("mlp", (2, 2)), ("gpt2", (2,))], ids=str)
 def test_a_step_computes_what_one_device_does(name: str, mesh: tuple[int, ...]) -> None:
     of, _, _, program = all_so(name, mesh)
     assert encoded(program)
@@ -115,8 +114,7 @@ def test_the_emitted_step_holds_what_is_predicted(name: str) -> None:
     assert measured == pytest.approx(predicted(of, program), abs=16)
 
 
-@pytest.mark.parametrize("mesh", [(1,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", (1,)), ("mlp", (2, 2)), ("gpt2", (1,))], ids=str)
 def test_constraints_count_what_is_held(name: str, mesh: tuple[int, ...]) -> None:
     """Hardly more anywhere, and as the backward begins also hardly less."""
     _, objective, choice, _ = all_so(name, mesh)
@@ -127,6 +125,7 @@ def test_constraints_count_what_is_held(name: str, mesh: tuple[int, ...]) -> Non
     assert modelled[turn] > 0.9 * held[turn]
 
 
+@cache
 def budgeted(mesh: tuple[int, ...], share: float) -> tuple[Plan, int]:
     """A plan of GPT-2 in double precision where the host is far away, within a share of what the free plan holds."""
     model, inputs = ZOO["gpt2"].made(torch.float64)
@@ -157,6 +156,11 @@ def test_a_plan_is_saved_and_read_and_needs_the_action() -> None:
             Plan.from_json(text)
     finally:
         ACTIONS[SINGLE.name] = SINGLE
+
+
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(AutoparError, match="already an action 'single'"):
+        register(replace(SINGLE, text="halved"))
 
 
 def test_the_source_shows_it() -> None:

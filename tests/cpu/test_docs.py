@@ -20,6 +20,7 @@ import pytest
 import autopar
 from autopar import errors
 from autopar.cli import COMMANDS, main
+from autopar.holding import ACTIONS
 from autopar.strategies.registry import registered, remove
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,15 @@ def test_every_block_of_code_runs(page: Path, tmp_path: Path, monkeypatch: pytes
                     program, *arguments = shlex.split(command)
                     assert program == "autopar"
                     assert main(arguments) == 0, command
+
+
+@pytest.fixture(autouse=True)
+def actions() -> Iterator[None]:
+    """What a page registers is gone after it."""
+    known = dict(ACTIONS)
+    yield
+    ACTIONS.clear()
+    ACTIONS.update(known)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

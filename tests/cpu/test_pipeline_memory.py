@@ -18,6 +18,9 @@ from tests.cpu.capture_checks import eager
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.cpu.test_copied_parts import ROWS, WIDTH, Stack
 
+SOON = {"training_steps": 100, "time_limit": 60}
+"""A plan for a short run is searched until one is there that fits, on a slow machine too."""
+
 
 def without_offloading(ranks: int) -> Cluster:
     made = cluster_where_sharding_pays()
@@ -34,12 +37,10 @@ def gpt2(**sizes: int) -> GPT2LMHeadModel:
 def plan(name: str, micro_batches: int, stages: int = 2, budget: int | None = None) -> PipelinePlan:
     mesh = {"pp": stages, "dp": 4 // stages}
     asked = autopar.Pipeline(stages=stages, micro_batches=micro_batches, schedule=name)
-    options = {} if budget is None else {"memory_budget": budget}
+    options = {} if budget is None else {"memory_budget": budget, **SOON}
     x = {"x": torch.zeros(ROWS, WIDTH)}
     cluster = without_offloading(4)
-    return autopar.plan(
-        Stack(), x, mesh=mesh, cluster=cluster, optimizer="sgd", pipeline=asked, time_limit=10, **options
-    )
+    return autopar.plan(Stack(), x, mesh=mesh, cluster=cluster, optimizer="sgd", pipeline=asked, **options)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
@@ -100,7 +101,7 @@ def test_parameters_of_several_stages_are_stored_alike() -> None:
         "pipeline": autopar.Pipeline(stages=2, micro_batches=2, schedule="1f1b"),
     }
     free = autopar.plan(model, inputs, **options)
-    made = autopar.plan(model, inputs, memory_budget=int(0.7 * free.peak_memory), time_limit=10, **options)
+    made = autopar.plan(model, inputs, memory_budget=int(0.7 * free.peak_memory), **SOON, **options)
     assert made.tied
     for name, stages in made.tied.items():
         assert len({str(made.stages[s].specs[name]) for s in stages}) == 1

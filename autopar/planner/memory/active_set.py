@@ -53,10 +53,9 @@ class ActiveSet:
 
     def __post_init__(self) -> None:
         self.redistributed = RedistributedOperands(self.decisions)
-        nodes = self.decisions.graph.nodes
-        backward = (i for i, n in enumerate(nodes) if n.phase == "backward" and n.op != "placeholder")
+        graph = self.decisions.graph
         # Memory is usually highest as the backward begins, and at the end.
-        self.margins = self.margins or {ProgramPoint(next(backward, len(nodes))): 0.0, end(self.decisions.graph): 0.0}
+        self.margins = self.margins or {ProgramPoint(graph.turn): 0.0, end(graph): 0.0}
 
     @cached_property
     def memory_usages(self) -> MemoryUsages:

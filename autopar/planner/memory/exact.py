@@ -15,22 +15,21 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.cost_models import optimizer_table_bytes
 from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.footprint.collective_buffers import bucket_packing, packing
 from autopar.planner.footprint.layouts import Layout, contiguous, results
 from autopar.planner.footprint.local_op import local_op, windowed
 from autopar.planner.footprint.ranks import unequal_ranks
-from autopar.planner.footprint.state import chunk_bytes, moved_state_bytes, state_bytes, step_bytes
+from autopar.planner.footprint.state import chunk_bytes, step_bytes
 from autopar.planner.footprint.transients import transients
 from autopar.planner.footprint.transients_of_indexing import excess_bytes
 from autopar.planner.footprint.transients_of_norms import summary_bytes
 from autopar.planner.footprint.transients_of_products import ring_bytes
 from autopar.planner.graphs.accumulation import accumulation_program, is_gradient
 from autopar.planner.graphs.shared import WAITED, shared
+from autopar.planner.memory.lifetimes import HeldThroughout, When, held_throughout, of_input, of_output
 from autopar.planner.options import Options
-from autopar.planner.problem.decide import is_plain_output
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver.clock import tick
@@ -323,22 +322,33 @@ class _Sweep:
         return self.layouts.get(op.reads[0], self._local(tensor))
 
     def _input(self, op: Op) -> None:
-        """Allocate what the runtime cuts out of an input. What lives throughout is counted by ``_held_throughout``."""
+        """Allocate what an input holds for a part of the step. What lives throughout is counted by
+        ``held_throughout``."""
         tensor, meaning = op.writes[0], self.graph.input_of[op.node]
-        name, cut = tensor.name, not tensor.spec.is_replicated
-        self.layouts[name] = self._local(tensor)
-        if self.graph.comes_from_stage(meaning):
-            self._allocate(
-                name, self._bytes(tensor), self.op_at.get(self.program.turn, 0) if op.phase == "backward" else 0
-            )
-        elif meaning.kind == "tangent":
-            start, end = self.op_at.get(self.program.turn, 0), self.last_event
-            whole = is_plain_output(self.graph, tensor.meta, self.options)
-            self._allocate(name, self._bytes(tensor), start, start if whole and cut else end)
-            if whole and cut:  # autograd holds the caller's gradient, of which the program takes a part
-                self._allocate(f"{name}|given", tensor.meta.bytes, start, end)
-        elif meaning.kind == "accumulator" or (meaning.kind == "input" and cut and self.options.batch == "global"):
-            self._allocate(name, self._bytes(tensor), 0)
+        self.layouts[tensor.name] = self._local(tensor)
+        cut = not tensor.spec.is_replicated
+        for row in of_input(self.graph, meaning, tensor.meta, self.options, cut=cut):
+            if row.throughout:
+                continue
+            name = tensor.name if row.size == "shard" else f"{tensor.name}|given"
+            first = self._event(row.born, 0)
+            size = self._bytes(tensor) if row.size == "shard" else tensor.meta.bytes
+            self._allocate(name, size, first, self._event(row.dies, first))
+            self.allocations[name].kind = row.kind
+
+    def _event(self, when: When, read: int) -> int:
+        """Return the event at which something happens; ``read`` is known for what happens when a tensor is read."""
+        turn = self.op_at.get(self.program.turn)
+        if when == When.TURN:
+            return turn or 0
+        last = len(self.events)
+        return {
+            When.START: 0,
+            When.READ: read,
+            When.FORWARD_DONE: (last if turn is None else turn) - 1,
+            When.BACKWARD_DONE: self.last_event,
+            When.END: last - 1,
+        }[when]
 
     @cached_property
     def last_event(self) -> int:
@@ -458,20 +468,13 @@ class _Sweep:
             held = self.allocations.get(self.storage.get(name, ""))
             if held is None:
                 continue
-            if output.kind in ("mutation", "sent"):
-                held.last = max(held.last, start - 1)
-            elif self.graph.goes_to_stage(output):
-                held.last = max(held.last, self.last_event)
-            else:
-                held.kind, held.last = "outputs" if output.kind == "output" else "gradients", end
+            row = of_output(self.graph, output)
+            held.last = max(held.last, self._event(row.dies, held.last))
+            held.kind = held.kind or row.kind
             if is_gradient(output):
                 self._cast_back(output.name, name, held, end)
         for held in self.allocations.values():
             held.kind = held.kind or ("activations" if held.first < start <= held.last else "temporaries")
-        for op in self.program.ops:
-            held = self.allocations.get(op.writes[0].name) if op.kind == "input" else None
-            if held is not None and not self.graph.comes_from_stage(self.graph.input_of[op.node]):
-                held.kind = "gradients" if self.graph.input_of[op.node].kind == "accumulator" else "inputs"
 
     @cached_property
     def parameters(self) -> dict[str, TensorMeta]:
@@ -499,7 +502,9 @@ class _Sweep:
         for allocation in self.allocations.values():
             made.setdefault(allocation.first, []).append(allocation)
             freed.setdefault(max(allocation.last, allocation.first), []).append(allocation)
-        held = dict.fromkeys(KINDS, 0) | self._held_throughout()
+        held = dict.fromkeys(KINDS, 0)
+        for kind, _, size in self._held_throughout():
+            held[kind] += size
         held["activations"] += (self.options.in_flight - 1) * self.saved_bytes
         running = sum(held.values())
         timeline = [0] * (len(self.program.ops) + 1)
@@ -552,7 +557,7 @@ class _Sweep:
 
         ops = self.program.ops
         nodes = {name: op.node for op in ops for name in (op.name, *(t.name for t in op.writes))}
-        for kind, node, size in self._each_held_throughout():
+        for kind, node, size in self._held_throughout():
             add(kind, node, size)
         for name, held in self.allocations.items():
             if held.first <= self.peak_event <= max(held.first, held.last):
@@ -565,32 +570,8 @@ class _Sweep:
             add("step", "", self._step())
         return found
 
-    def _held_throughout(self) -> dict[str, int]:
-        """Return the bytes that are held throughout the step, by kind."""
-        sums = {"parameters": 0, "optimizer": 0, "buffers": 0, "inputs": 0}
-        for kind, _, size in self._each_held_throughout():
-            sums[kind] += size
-        return sums
-
-    def _each_held_throughout(self) -> Iterator[tuple[str, str, int]]:
-        """Yield the kind, the node and the bytes of what is held throughout the step."""
-        trained: list[int] = []
-        for op, tensor in self._inputs():
-            meaning = self.graph.input_of[op.node]
-            if meaning.trainable:
-                trained.append(math.prod(self._shape(tensor)))
-            if meaning.kind == "parameter":
-                held = state_bytes(tensor.meta, tensor.spec, self.mesh, meaning.trainable, self.options, self.at)
-                yield "parameters", op.node, held.parameter
-                on_host = meaning.name in self.program.offloaded_optimizer
-                moved = moved_state_bytes(tensor.meta, tensor.spec, self.mesh, self.options, self.at) if on_host else 0
-                yield "optimizer", op.node, held.optimizer - moved
-            elif meaning.kind in ("buffer", "constant"):
-                yield "buffers", op.node, tensor.meta.bytes
-            elif meaning.kind not in ("tangent", "accumulator", "received"):
-                held_bytes = self._bytes(tensor) if self.options.batch == "local" else tensor.meta.bytes
-                yield "inputs", op.node, held_bytes * (self.options.held_batches if meaning.kind == "input" else 1)
-        yield "optimizer", "", optimizer_table_bytes(self.options.optimizer, trained)
+    def _held_throughout(self) -> Iterator[HeldThroughout]:
+        return held_throughout(self.program, self.graph, self.mesh, self.options, self.at)
 
     def _step(self) -> int:
         """Return what the optimizer's step needs besides parameters, gradients and state.

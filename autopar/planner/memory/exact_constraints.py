@@ -204,13 +204,12 @@ class ExactMemory:
             points: each with its margin: the bytes that the constraint does not see, such as those an op holds while it
                 runs.
         """
-        backward_start = _backward_start(self.decisions.graph)
         builder = _Builder(problem, list(problem.costs), [*problem.edges, *self.view_edges], [])
         d = self.decisions
         for time, (point, margin) in enumerate(points.items()):
             if margin > 0:
                 builder.usages.append(Usage(0, self.numbers([margin] * len(problem.costs[0])), time, time + 1))
-            exact = backward_start <= point.node < len(d.graph.nodes)
+            exact = self._is_exact(point)
             builder.usages += static_usages(d, self.options, point, time, holds=not exact, views_tied=self.views_tied)
             if exact:
                 _PointNodes(self, point, time, builder).build()
@@ -225,10 +224,9 @@ class ExactMemory:
 
     def extend_choice(self, choice: Sequence[int], points: Iterable[ProgramPoint]) -> tuple[int, ...]:
         """Return ``choice`` with its states at ``points``: a choice of the extended problem."""
-        backward_start = _backward_start(self.decisions.graph)
         extended = list(choice)
         for point in points:
-            if backward_start <= point.node < len(self.decisions.graph.nodes):
+            if self._is_exact(point):
                 extended += _PointNodes(self, point, 0, None).states(choice)
         return tuple(extended)
 
@@ -246,6 +244,10 @@ class ExactMemory:
             if requests and choice[self.reruns[position].variable]:
                 found[position] = min(requests, key=lambda a: a[0])
         return found
+
+    def _is_exact(self, point: ProgramPoint) -> bool:
+        graph = self.decisions.graph
+        return graph.turn <= point.node < len(graph.nodes)
 
     def _pairs(self, fits: Sequence[Sequence[bool]]) -> Array:
         """Return 0 where a pair fits and infinity elsewhere. Equal tables are one array, by which the solver finds
@@ -482,11 +484,6 @@ def _held_bytes(meta: TensorMeta, option: Strategy, action: Action, mesh: Mesh) 
     if isinstance(action, Stored) and not action.on_host:
         stored = local_bytes(action.form(meta), option.inputs[0], mesh)
     return float(local_bytes(meta, option.inputs[0], mesh)), float(stored)
-
-
-def _backward_start(graph: Graph) -> int:
-    backward = (i for i, n in enumerate(graph.nodes) if n.phase == "backward" and n.op != "placeholder")
-    return next(backward, len(graph.nodes))
 
 
 def _forward_ends(d: Decisions) -> dict[Value, float]:

@@ -20,7 +20,9 @@ from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.footprint.transients import min_transients
 from autopar.planner.graphs.shared import fixed_nodes
+from autopar.planner.memory.lifetimes import When, of_input
 from autopar.planner.memory.live_ranges import (
+    PHASES,
     LiveRanges,
     held_points,
     inherited_memory,
@@ -189,34 +191,67 @@ def _usages_of(
     sizes: _OptionBytes, v: Variable, live: LiveRanges, made: Mapping[str, _GradientPoints]
 ) -> Iterator[_Usage]:
     """Yield what a variable holds: (bytes of each option, first point, last point)."""
-    d, options = sizes.d, sizes.options
-    start, over = ProgramPoint(0), end(d.graph)
+    d = sizes.d
     if v.kind == "parameter" and v.node is not None:
         yield from _parameter_usages(sizes, v, made)
-    elif v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
-        yield (
-            sizes.made(v.node.outputs[0], v.options, 0),
-            start,
-            ProgramPoint(live.reads["backward"][1][Value(v.node.name)]),
-        )
     elif v.node is not None and v.node.op == "placeholder" and v.node.outputs[0] is not None:
-        meta, meaning = v.node.outputs[0], d.graph.input_of[v.node.name]
-        if d.graph.comes_from_stage(meaning):
-            yield sizes.made(meta, v.options, 0), *_span_from_stage(d, Value(v.node.name), live)
-            return
-        whole = v.kind == "input" and options.batch == "global"
-        held = np.full(len(v.options), float(meta.bytes)) if whole else sizes.made(meta, v.options, 0)
-        yield held * (options.held_batches if v.kind == "input" else 1), start, over
+        yield from _input_usages(sizes, v, Value(v.node.name), live)
     elif v.kind == "copy" and v.value is not None:
         yield from _copy_usages(sizes, v, v.value, live)
     elif v.kind == "output" and v.value is not None:
-        sent = live.turn if v.phase == "forward" else over.node
-        until = over if v.value in d.kept_by_caller else ProgramPoint(sent - 1)
-        yield sizes.made(d.graph.meta(v.value), v.options, 0), after(last_read(d, v.value, live)), until
+        dies = (
+            When.END
+            if v.value in d.kept_by_caller
+            else When.FORWARD_DONE
+            if v.phase == "forward"
+            else When.BACKWARD_DONE
+        )
+        first = after(last_read(d, v.value, live))
+        yield sizes.made(d.graph.meta(v.value), v.options, 0), first, _event_point(d, live, dies, first)
     elif v.kind == "hold" and v.value is not None:
         yield from _held_usages(sizes, v, v.value, live)
     elif v.kind == "op" and v.node is not None:
         yield from _op_usages(sizes, v, v.node, live)
+
+
+def _input_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
+    """Yield what an input holds that is no parameter, by its lifetimes under each option."""
+    d, meta = sizes.d, sizes.d.graph.meta(value)
+    specs = [spec_made(o, 0) for o in v.options]
+    cut = np.array([spec is not None and not spec.is_replicated for spec in specs])
+    shards, meaning = sizes.made(meta, v.options, 0), d.graph.input_of[value.node]
+    read = _certainly_read(d, value, live)
+    for is_cut in dict.fromkeys(cut.tolist()):
+        for row in of_input(d.graph, meaning, meta, sizes.options, cut=is_cut):
+            size = shards if row.size == "shard" else np.full(len(v.options), float(meta.bytes))
+            first, last = (_event_point(d, live, when, read) for when in (row.born, row.dies))
+            yield size * (cut == is_cut) * row.times, first, last
+
+
+def _event_point(d: Decisions, live: LiveRanges, when: When, read: ProgramPoint) -> ProgramPoint:
+    """Return the point of an event; ``read`` is the last one at which a value is certainly read."""
+    over = end(d.graph)
+    return {
+        When.START: ProgramPoint(0),
+        When.FORWARD_DONE: ProgramPoint(live.turn - 1),
+        When.TURN: ProgramPoint(live.turn),
+        When.READ: read,
+        When.BACKWARD_DONE: ProgramPoint(over.node - 1),
+        When.END: over,
+    }[when]
+
+
+def _certainly_read(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint:
+    """Return the last point at which an input is certainly held to be read.
+
+    The first reader of a phase may read a copy of it that all others share, also those of the backward.
+    """
+    if d.graph.input_of[value.node].kind == "accumulator":  # which is read as it is
+        return ProgramPoint(live.reads["backward"][1][value])
+    forward, backward = (live.reads[phase][0].get(value) for phase in PHASES)
+    if backward is not None and (forward is None or copy_key(value, "backward") not in d.index):
+        return before(backward)
+    return ProgramPoint(0) if forward is None else before(forward)
 
 
 def _held_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
@@ -229,17 +264,6 @@ def _held_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRange
             if born in at and dies in at:
                 form = action.form(meta) if stored and isinstance(action, Stored) else meta
                 yield sizes.made(form, v.options, 0) * chosen, at[born], at[dies]
-
-
-def _span_from_stage(d: Decisions, value: Value, live: LiveRanges) -> tuple[ProgramPoint, ProgramPoint]:
-    """Return the points between which what comes from another pipeline stage is certainly held.
-
-    If the backward has a copy of an activation, it may be the forward's, and the original is then gone.
-    """
-    if d.graph.by_name[value.node].phase == "backward":
-        return ProgramPoint(live.turn), ProgramPoint(live.reads["backward"][1].get(value, live.turn))
-    backward = -1 if copy_key(value, "backward") in d.index else live.reads["backward"][1].get(value, -1)
-    return ProgramPoint(0), ProgramPoint(max(live.forward.get(value, 0), backward))
 
 
 def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _GradientPoints]) -> Iterator[_Usage]:

@@ -29,11 +29,12 @@ from autopar.pipelines.orders import SCHEDULES, schedule, zero_bubble
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.baselines.roles import baselines
-from autopar.planner.footprint.state import moved_state_bytes, state_bytes
+from autopar.planner.footprint.state import state_bytes
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.graphs.shared import shared
 from autopar.planner.memory.exact import profile
+from autopar.planner.memory.lifetimes import held_throughout
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
 from autopar.planner.pipeline.carry import carried
@@ -564,7 +565,7 @@ class _PipelineSearch:
         static = [
             _static_bytes(p, self.stage_mesh, options) + part.held_once for p, part in zip(planned, parts, strict=True)
         ]
-        given = [_given_bytes(p, options) for p in planned]
+        given = [_given_bytes(p, self.stage_mesh, options) for p in planned]
         outputs = [_output_bytes(p) for p in planned]
         m = made.micro_batches
         into = {("F", s): sum(t.bytes for _, t in _inputs(p, "received")) for s, p in enumerate(planned)}
@@ -651,29 +652,22 @@ def _inputs(planned: Planned, kind: str) -> Iterator[tuple[str, LocalTensor]]:
 
 def _static_bytes(planned: Planned, mesh: Mesh, options: Options) -> int:
     """Return the bytes of a stage's parameters with the optimizer state on the device, and gradients or their sums."""
-    graph, total = planned.decisions.graph, 0
     sums = {name: tensor.bytes for name, tensor in _inputs(planned, "accumulator")}
-    for op in planned.program.ops:
-        meaning = graph.input_of.get(op.node)
-        if op.kind == "input" and meaning is not None and meaning.kind == "parameter":
-            tensor = op.writes[0]
-            s = state_bytes(tensor.meta, tensor.spec, mesh, meaning.trainable, options)
-            total += s.parameter + s.optimizer + max(s.gradient, sums.get(meaning.name, 0))
-            if meaning.name in planned.program.offloaded_optimizer:
-                total -= moved_state_bytes(tensor.meta, tensor.spec, mesh, options)
-    return total
+    gradients = (
+        max(state_bytes(t.meta, t.spec, mesh, True, options).gradient, sums.get(name, 0))
+        for name, t in _inputs(planned, "parameter")
+        if name in planned.decisions.reduced_dtype
+    )
+    held = held_throughout(planned.program, planned.decisions.graph, mesh, options)
+    return sum(gradients) + sum(row.nbytes for row in held if row.node and row.kind in ("parameters", "optimizer"))
 
 
-def _given_bytes(planned: Planned, options: Options) -> dict[tuple[str, str], int]:
+def _given_bytes(planned: Planned, mesh: Mesh, options: Options) -> dict[tuple[str, str], int]:
     """Return the bytes of the batch, of buffers and of constants that a stage reads, by kind and name."""
-    graph, found = planned.decisions.graph, dict[tuple[str, str], int]()
-    for op in planned.program.ops:
-        meaning = graph.input_of.get(op.node) if op.kind == "input" else None
-        if meaning is not None and meaning.kind in ("input", "buffer", "constant", "seed"):
-            tensor, batch = op.writes[0], meaning.kind == "input"
-            nbytes = tensor.bytes if batch and options.batch == "local" else tensor.meta.bytes
-            found[meaning.kind, meaning.name] = nbytes * (options.held_batches if batch else 1)
-    return found
+    graph = planned.decisions.graph
+    held = held_throughout(planned.program, graph, mesh, options)
+    given = ((graph.input_of[row.node], row.nbytes) for row in held if row.kind in ("inputs", "buffers"))
+    return {(meaning.kind, meaning.name): nbytes for meaning, nbytes in given}
 
 
 def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint.implementations import extra_passes, implementation, sent_rows
 from autopar.planner.footprint.op_work import bytes_moved, executed_share, kernel_kind, local_bytes
 from autopar.planner.graphs.fused_chains import FusedTraffic, fused_traffic
+from autopar.planner.memo import Memo
 from autopar.planner.pricing.fused import Fused
 from autopar.planner.pricing.overlapped_products import Decomposition, reachable, seconds_of_parts
 from autopar.planner.pricing.ring_attention import ring_traffic
@@ -51,33 +52,16 @@ class Prices:
     """Cost models bound to a mesh, with caches of what has been priced.
 
     Args:
-        op_templates: what the scheduler knows about an op with a strategy, which is the same in every program of its
-            graph.
+        memo: what was priced, and what the scheduler knows about ops.
     """
 
     mesh: Mesh
     cluster: Cluster
     backend: str = "eager"
     decomposed: str = "never"
-    op_templates: dict[tuple[object, ...], tuple[Any, Graph, Strategy]] = field(default_factory=dict)
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
-    _paths: dict[tuple[object, ...], Path] = field(default_factory=dict)
-    _steps: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
-    _pairs: dict[tuple[object, ...], Array] = field(default_factory=dict)
-    _edges: dict[tuple[object, ...], tuple[Array, object, object]] = field(default_factory=dict)
-    _edge_of_use: dict[int, tuple[Use, Array]] = field(default_factory=dict)
-    _blocking: dict[int, tuple[Use, Array]] = field(default_factory=dict)
-    _blocking_by_axis: dict[int, tuple[tuple[Array, ...], Array]] = field(default_factory=dict)
-    _nodes: dict[tuple[object, ...], Array] = field(default_factory=dict)
-    _named: dict[tuple[int, int], tuple[Node, Sequence[Strategy], Array]] = field(default_factory=dict)
-    _traffic: dict[int, tuple[Graph, Mapping[str, FusedTraffic]]] = field(default_factory=dict)
-    _fused: dict[int, tuple[Graph, Fused]] = field(default_factory=dict)
-    _split: dict[tuple[object, ...], tuple[Array, object]] = field(default_factory=dict)
-    _weighted: dict[tuple[float, ...], tuple[Array, Array]] = field(default_factory=dict)
-    _without_reduction: dict[int, tuple[Array, Array]] = field(default_factory=dict)
-    _free: dict[int, tuple[Array, bool]] = field(default_factory=dict)
-    _hideable_seconds: dict[int, tuple[Array, tuple[Array, ...]]] = field(default_factory=dict)
+    memo: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)
@@ -100,10 +84,7 @@ class Prices:
         by identity."""
         if weight == 1.0:
             return seconds
-        key = (id(seconds), weight)
-        if key not in self._weighted:
-            self._weighted[key] = seconds, seconds * weight
-        return self._weighted[key][1]
+        return self.memo.of("weighted", (seconds,), lambda: seconds * weight, weight)
 
     def hideable(self, source: Variable, target: Variable, use: Use) -> tuple[Array, tuple[Array, ...]]:
         """Return the seconds of a use that computation can hide: those of its launches, and for each axis those that
@@ -112,8 +93,8 @@ class Prices:
         Small tensors share launches.
         """
         alone = self.edge(source, target, use)
-        key = id(alone)
-        if key not in self._hideable_seconds:
+
+        def split() -> tuple[Array, tuple[Array, ...]]:
             made = [spec_made(o, use.out) for o in source.options]
             taken = [spec_read(o, use.position) for o in target.options]
             costs = self.collectives.of(use.meta.dtype).bucketed
@@ -125,15 +106,13 @@ class Prices:
             shares = [(b - a) / DEARER for a, b in itertools.pairwise(ends)]
             hidden = np.subtract(total, launches, where=there, out=np.zeros_like(least))
             hidden = np.divide(hidden, least, where=there, out=hidden)
-            self._hideable_seconds[key] = launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
-        return self._hideable_seconds[key]
+            return launches, tuple(hidden * s for s in (*shares, ends[0] - sum(shares)))
+
+        return self.memo.of("hideable", (alone,), split)
 
     def blocking_seconds(self, d: Decisions, use: Use) -> Array:
         """Return the seconds for which the program waits for a use."""
-        known = self._blocking.get(id(use))
-        if known is None or known[0] is not use:
-            known = self._blocking[id(use)] = use, self._blocking_seconds(d, use)
-        return known[1]
+        return self.memo.of("blocking", (use,), lambda: self._blocking_seconds(d, use))
 
     def _blocking_seconds(self, d: Decisions, use: Use) -> Array:
         source, target = d.variables[use.source], d.variables[use.target]
@@ -144,40 +123,41 @@ class Prices:
 
     def _unreduced_cost(self, source: Variable, target: Variable, use: Use, cost: Array) -> Array:
         """Return ``cost`` with every change of partial sums forbidden."""
-        if id(cost) not in self._without_reduction:
+
+        def forbidden() -> Array:
             made = [spec_made(o, use.out) for o in source.options]
             taken = [spec_read(o, use.position) for o in target.options]
             same = [[a is None or b is None or a.partial == b.partial for b in taken] for a in made]
-            self._without_reduction[id(cost)] = cost, np.where(same, cost, math.inf)
-        return self._without_reduction[id(cost)][1]
+            return np.where(same, cost, math.inf)
+
+        return self.memo.of("unreduced", (cost,), forbidden)
 
     def blocking_seconds_by_axis(self, d: Decisions, use: Use) -> tuple[Array, ...]:
         """Return for each mesh axis the seconds for which the program waits for it; what is no collective of a use is
         the first one's."""
         total = self.blocking_seconds(d, use)
-        if id(total) not in self._blocking_by_axis:
-            found: tuple[Array, ...] = (total,)
-            if self.mesh.ndim > 1 and not self._is_free(total):
-                source, target = d.variables[use.source], d.variables[use.target]
-                made = [spec_made(o, use.out) for o in source.options]
-                taken = [spec_read(o, use.position) for o in target.options]
-                costs = self.collectives.of(use.meta.dtype)
-                ends = [self._redistribution_seconds(made, taken, use.meta, c) for c in (costs, *costs.by_axis)]
-                sent = np.isfinite(ends[0]) & (ends[0] > 0) & np.isfinite(total)
-                of_axes = [
-                    np.divide(b - a, DEARER * ends[0], where=sent, out=np.zeros_like(total)).clip(0.0, 1.0)
-                    for a, b in itertools.pairwise(np.where(sent, end, 1.0) for end in ends)
-                ]
-                last = np.where(sent, 1.0 - sum(of_axes), 0.0).clip(0.0)
-                others = [np.where(sent, share * np.where(sent, total, 0.0), 0.0) for share in (*of_axes[1:], last)]
-                found = (np.where(sent, total - sum(others), total), *others)
-            self._blocking_by_axis[id(total)] = found, total
-        return self._blocking_by_axis[id(total)][0]
+
+        def by_axis() -> tuple[Array, ...]:
+            if self.mesh.ndim == 1 or self._is_free(total):
+                return (total,)
+            source, target = d.variables[use.source], d.variables[use.target]
+            made = [spec_made(o, use.out) for o in source.options]
+            taken = [spec_read(o, use.position) for o in target.options]
+            costs = self.collectives.of(use.meta.dtype)
+            ends = [self._redistribution_seconds(made, taken, use.meta, c) for c in (costs, *costs.by_axis)]
+            sent = np.isfinite(ends[0]) & (ends[0] > 0) & np.isfinite(total)
+            of_axes = [
+                np.divide(b - a, DEARER * ends[0], where=sent, out=np.zeros_like(total)).clip(0.0, 1.0)
+                for a, b in itertools.pairwise(np.where(sent, end, 1.0) for end in ends)
+            ]
+            last = np.where(sent, 1.0 - sum(of_axes), 0.0).clip(0.0)
+            others = [np.where(sent, share * np.where(sent, total, 0.0), 0.0) for share in (*of_axes[1:], last)]
+            return (np.where(sent, total - sum(others), total), *others)
+
+        return self.memo.of("blocking by axis", (total,), by_axis)
 
     def _is_free(self, seconds: Array) -> bool:
-        if id(seconds) not in self._free:
-            self._free[id(seconds)] = seconds, not (np.isfinite(seconds) & (seconds > 0)).any()
-        return self._free[id(seconds)][1]
+        return self.memo.of("free", (seconds,), lambda: not (np.isfinite(seconds) & (seconds > 0)).any())
 
     def blocking_edge(self, d: Decisions, use: Use, weights: tuple[float, ...]) -> Array:
         """Return the cost of a use that the program waits for; seconds count by the weight of their axis.
@@ -189,11 +169,12 @@ class Prices:
             return seconds
         if len(set(weights)) == 1:
             return self.weighted(seconds, weights[0])
-        key = (id(seconds), *weights)
-        if key not in self._weighted:
+
+        def weighted() -> Array:
             parts = self.blocking_seconds_by_axis(d, use)
-            self._weighted[key] = seconds, np.asarray(sum(w * part for w, part in zip(weights, parts, strict=True)))
-        return self._weighted[key][1]
+            return np.asarray(sum(w * part for w, part in zip(weights, parts, strict=True)))
+
+        return self.memo.of("weighted by axis", (seconds,), weighted, *weights)
 
     def hideable_edge(
         self, source: Variable, target: Variable, use: Use, weights: tuple[float, ...], share: float
@@ -201,47 +182,39 @@ class Prices:
         """Return the cost of a use that can hide, in a ``share`` of all micro-batches; seconds count by the weight of
         their axis."""
         launches, of_axes = self.hideable(source, target, use)
-        key = (id(launches), *weights, share)
-        if key not in self._weighted:
-            counted = sum((w * s for w, s in zip(weights, of_axes, strict=True)), share * launches)
-            self._weighted[key] = launches, counted
-        return self._weighted[key][1]
+
+        def weighted() -> Array:
+            return sum((w * s for w, s in zip(weights, of_axes, strict=True)), share * launches)
+
+        return self.memo.of("weighted hideable", (launches,), weighted, *weights, share)
 
     def node_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
         """Return the seconds of each option of an op, by measured curves or roofline; for a fused op, its share of the
         kernel."""
-        name = (id(node), id(options))
-        known = self._named.get(name)
-        if known is None:
-            known = self._named[name] = node, options, self._shared_seconds(graph, node, options)
-        return known[2]
+        return self.memo.of("node", (node, options), lambda: self._shared_seconds(graph, node, options))
 
     def _shared_seconds(self, graph: Graph, node: Node, options: Sequence[Strategy]) -> Array:
         """Return one array for all nodes of equal ops."""
         metas = tuple(graph.meta(v) for v in node.inputs)
         traffic = self.traffic(graph, node)
         args = node.args if not node.inputs else _shape_args(node)
-        key = (node.op, args, node.kwarg("is_causal"), metas, node.outputs, id(options), traffic)
-        if key not in self._nodes:
-            self._nodes[key] = self._node_seconds(node, metas, options, traffic)
-        return self._nodes[key]
+        kind = node.op, args, node.kwarg("is_causal"), metas, node.outputs, traffic
+        return self.memo.of(
+            "kind of node", (options,), lambda: self._node_seconds(node, metas, options, traffic), *kind
+        )
 
     def traffic(self, graph: Graph, node: Node) -> FusedTraffic | None:
         """Return what the op moves to and from memory inside its fused kernel, if the back end or one of our kernels
         fuses it."""
         if self.backend != "inductor":
             return self.fused(graph).fused_traffic.get(node.name)  # Inductor's own groups are larger
-        if id(graph) not in self._traffic:
-            self._traffic[id(graph)] = graph, fused_traffic(graph)
-        return self._traffic[id(graph)][1].get(node.name)
+        return self.memo.of("traffic", (graph,), lambda: fused_traffic(graph)).get(node.name)
 
     def fused(self, graph: Graph) -> Fused:
         """Return the fusions by our own kernels; none where the device runs none. With Inductor, only those that it
         cannot make."""
-        if id(graph) not in self._fused:
-            here, alone = self.cluster.device.kind == "cuda", self.backend != "inductor"
-            self._fused[id(graph)] = graph, Fused.of(graph, across=not alone) if here else Fused()
-        return self._fused[id(graph)][1]
+        here, alone = self.cluster.device.kind == "cuda", self.backend != "inductor"
+        return self.memo.of("fused", (graph,), lambda: Fused.of(graph, across=not alone) if here else Fused())
 
     def with_split_cost(self, d: Decisions, use: Use, cost: Array) -> Array:
         """Return ``cost`` of a use, with what two ops of one kernel pay for being two kernels: the tensor is written
@@ -251,16 +224,17 @@ class Prices:
         if use.kept or use.rerun or use.position < 0 or not self.fused(d.graph).inside(d, use):
             return cost
         source, target = d.variables[use.source], d.variables[use.target]
-        key = id(cost), id(source.options), id(target.options), use.out, use.position
-        if key not in self._split:
+
+        def split() -> Array:
             launch_s, s_per_byte = self.compute.copy_line()
             ends = [spec_made(o, use.out) for o in source.options], [spec_read(o, use.position) for o in target.options]
             made, taken = _spec_numbers(*ends)
             written, read = (self._bytes(use.meta, specs) for specs in ends)
             with_split_cost = (made[:, None] != taken) & (made >= 0)[:, None] & (taken >= 0)
             between = np.where(with_split_cost, launch_s + s_per_byte * (written[:, None] + read), 0.0)
-            self._split[key] = cost + between, cost
-        return self._split[key][0]
+            return cost + between
+
+        return self.memo.of("split", (cost, source.options, target.options), split, use.out, use.position)
 
     def _with_rerun_cost(self, d: Decisions, use: Use, cost: Array) -> Array:
         """Return ``cost`` with what ops of a kernel pay that run again without the ops before them.
@@ -271,12 +245,14 @@ class Prices:
         source, target = d.variables[use.source], d.variables[use.target]
         if alone is None or target.node is None:
             return cost
-        key = id(cost), id(source.options), id(target.options), alone
-        if key not in self._split:
-            paid = self._paid_by_each(d, target.node, alone) if alone else self._paid_leading(d, target.node, use)
+        node = target.node
+
+        def paid() -> Array:
+            each = self._paid_by_each(d, node, alone) if alone else self._paid_leading(d, node, use)
             held = [not action.remakes for action in source.actions]
-            self._split[key] = cost + np.outer(held, [0.0, *paid]), cost
-        return self._split[key][0]
+            return cost + np.outer(held, [0.0, *each])
+
+        return self.memo.of("run again alone", (cost, source.options, target.options), paid, alone)
 
     def _paid_leading(self, d: Decisions, node: Node, use: Use) -> Array:
         """Return what each option of a kernel's first op pays for what the ops before it would make: a launch, and
@@ -444,30 +420,29 @@ class Prices:
             costs: prices of collectives; by default with a launch for each.
         """
         costs = costs or self.collectives.of(meta.dtype)
-        key = (meta, id(costs), sources, targets)
-        if key not in self._pairs:
+
+        def between() -> Array:
             found = all_pairs(sources, targets, meta.shape, meta.itemsize, self.mesh, costs)
             if meta.routed:  # other cuts are other rows
                 same = [[a.dims[: meta.routed] == b.dims[: meta.routed] for b in targets] for a in sources]
                 found = np.where(same, found, math.inf)
-            self._pairs[key] = found
-        return self._pairs[key]
+            return found
+
+        return self.memo.of("pairs", (costs,), between, meta, sources, targets)
 
     def path(self, source: ShardingSpec, target: ShardingSpec, meta: TensorMeta, *, hiding: bool = False) -> Path:
         """Return the cheapest redistribution between two specs of a tensor; if ``hiding``, with shared launches."""
         costs = self.collectives.of(meta.dtype)
-        key = (meta.shape, meta.itemsize, costs.reduced_bytes, hiding, source, target)
-        if key not in self._paths:
-            costs = costs.bucketed if hiding else costs
-            self._paths[key] = cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, costs)
-        return self._paths[key]
+        key = meta.shape, meta.itemsize, costs.reduced_bytes, hiding, source, target
+        costs = costs.bucketed if hiding else costs
+        return self.memo.of(
+            "path", (), lambda: cheapest_path(source, target, meta.shape, meta.itemsize, self.mesh, costs), *key
+        )
 
     def step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]:
         """Return the seconds of one step, and the part of them that its launch takes, which nothing hides."""
         key = step, before, meta.shape, meta.dtype
-        if key not in self._steps:
-            self._steps[key] = self._step_seconds(step, before, meta)
-        return self._steps[key]
+        return self.memo.of("step", (), lambda: self._step_seconds(step, before, meta), *key)
 
     def _step_seconds(self, step: Step, before: ShardingSpec, meta: TensorMeta) -> tuple[float, float]:
         priced = local_bytes(meta, step.apply(before) if step.kind == "all_gather" else before, self.mesh)
@@ -484,27 +459,11 @@ class Prices:
 
     def edge(self, source: Variable, target: Variable, use: Use) -> Array:
         """Return the cost matrix of one use. Equal uses share one matrix."""
-        known = self._edge_of_use.get(id(use))
-        if known is None or known[0] is not use:
-            known = self._edge_of_use[id(use)] = use, self._shared_edge(source, target, use)
-        return known[1]
+        return self.memo.of("use", (use,), lambda: self._shared_edge(source, target, use))
 
     def _shared_edge(self, source: Variable, target: Variable, use: Use) -> Array:
-        key = (
-            id(source.options),
-            use.out,
-            id(target.options),
-            use.position,
-            use.meta,
-            use.kept,
-            target.kept,
-            use.rerun,
-            target.actions,
-        )
-        if key not in self._edges:
-            # The options are kept alive too, so that an id in a key is never reused.
-            self._edges[key] = self._edge(source, target, use), source.options, target.options
-        return self._edges[key][0]
+        key = use.out, use.position, use.meta, use.kept, target.kept, use.rerun, target.actions
+        return self.memo.of("edge", (source.options, target.options), lambda: self._edge(source, target, use), *key)
 
     def _edge(self, source: Variable, target: Variable, use: Use) -> Array:
         if use.kept:

@@ -185,13 +185,11 @@ class _Scheduler:
         Args:
             at, option: the variable and option that the strategy is.
         """
-        key = id(self.graph), self.graph.kinds[node.name], id(strategy), self.prices.traffic(self.graph, node)
-        known = self.prices.op_templates.get(key)
-        template: _OpTemplate | None = None if known is None else known[0]
-        if template is None:
+
+        def made() -> _OpTemplate:
             seconds, kernel = 0.0, ""
+            metas = tuple(self.graph.meta(v) for v in node.inputs)
             if node.op != "placeholder":
-                metas = tuple(self.graph.meta(v) for v in node.inputs)
                 kernel = implementation(node, strategy, metas, self.mesh, self.prices.cluster.device.kind)[0]
                 seconds = float(self.prices.node_seconds(self.graph, node, self.d.variables[at].options)[option])
             results = tuple(
@@ -199,8 +197,7 @@ class _Scheduler:
                 for i, (meta, spec) in enumerate(zip(node.outputs, strategy.outputs, strict=True))
                 if meta is not None and spec is not None
             )
-            metas = tuple(self.graph.meta(v) for v in node.inputs)
-            template = _OpTemplate(
+            return _OpTemplate(
                 seconds,
                 node.packet in VIEWS and bool(node.inputs),
                 (kernel,) if kernel else (),
@@ -209,8 +206,9 @@ class _Scheduler:
                 self.prices.sent(node, metas, strategy),
                 lent(node, strategy, metas, self.mesh),
             )
-            self.prices.op_templates[key] = template, self.graph, strategy
-        return template
+
+        kind, traffic = self.graph.kinds[node.name], self.prices.traffic(self.graph, node)
+        return self.prices.memo.of("op", (self.graph, strategy), made, kind, traffic)
 
     def _run(
         self, node: Node, strategy: Strategy, reads: tuple[str, ...], phase: Phase, template: _OpTemplate, mark: str

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.ir import Graph
+from autopar.planner.memo import Memo
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.memory.points import ProgramPoint
@@ -81,8 +82,7 @@ class Search:
     ends: float
     baselines: Sequence[BaselineCandidate] = ()
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("build", "solve", "lower", "verify"), 0.0))
-    _arranged: dict[int, tuple[Result, Candidate]] = field(default_factory=dict)
-    _tried: dict[int, tuple[Result, TriedArrangements]] = field(default_factory=dict)
+    _memo: Memo = field(default_factory=Memo)
 
     @property
     def prices(self) -> Prices:
@@ -107,19 +107,19 @@ class Search:
 
     def arranged(self, result: Result) -> Candidate:
         """``result`` as a complete plan, with its collectives arranged."""
-        if id(result) not in self._arranged:
+
+        def made() -> Candidate:
             started, d = time.perf_counter(), result.objective.decisions
             tried = self.tried(result)
             own = Candidate.of("chosen", d, result.solution, result.program, self.prices, self.options, tried)
-            self._arranged[id(result)] = result, own
             self.timings["arrange"] = self.timings.get("arrange", 0.0) + time.perf_counter() - started
-        return self._arranged[id(result)][1]
+            return own
+
+        return self._memo.of("arranged", (result,), made)
 
     def tried(self, result: Result) -> TriedArrangements:
         """Arrangements of the collectives of ``result``."""
-        if id(result) not in self._tried:
-            self._tried[id(result)] = result, Candidate.tried(result.program, self.prices, self.options)
-        return self._tried[id(result)][1]
+        return self._memo.of("tried", (result,), lambda: Candidate.tried(result.program, self.prices, self.options))
 
     def ending_gap(self, least: float) -> Gap:
         """The relative gap at which a solve ends: ``least``, or that at which it pays to end."""
