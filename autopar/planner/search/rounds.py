@@ -202,10 +202,12 @@ def solve_with_shardings(
     objective = state.joint
     assert objective is not None
     enough, found = search.ending_gap(gap), None
-    for _ in range(rounds):
+    for left in range(rounds, 0, -1):
         problem = constrained(search, state, objective, active, search.budget)
         problem = active.extend(without_recomputing(objective, problem, boundaries))
-        choice = solve_open(problem, still, max(until - now(), LEAST_S), search.options.solver, enough, folding)
+        # A choice that is over the budget needs another round, however far from the best it may be.
+        seconds = max((until - now()) / left, LEAST_S)
+        choice = solve_open(problem, still, seconds, search.options.solver, enough, folding)
         if choice is None:
             break
         found = search.measure(objective, active.restrict(choice), method, search.budget)
