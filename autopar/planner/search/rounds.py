@@ -205,8 +205,8 @@ def solve_with_shardings(
     for left in range(rounds, 0, -1):
         problem = constrained(search, state, objective, active, search.budget)
         problem = active.extend(without_recomputing(objective, problem, boundaries))
-        # A choice that is over the budget needs another round, however far from the best it may be.
-        seconds = max((until - now()) / left, LEAST_S)
+        # A choice that is over the budget needs another round, however near the best it may be.
+        seconds = max((until - now()) * (settings.ROUND_SHARE if left > 1 else 1.0), LEAST_S)
         choice = solve_open(problem, still, seconds, search.options.solver, enough, folding)
         if choice is None:
             break
