@@ -22,9 +22,16 @@ RestoreKind = Literal["fetch", "decode"]
 
 
 class Event(Enum):
-    """When a held value changes where it is."""
+    """When memory is taken or given back: events of a step, and of one value in it."""
+
+    START = "the step begins"
+    FORWARD_DONE = "the forward is over"
+    TURN = "the backward begins"
+    BACKWARD_DONE = "the backward is over"
+    END = "the optimizer has stepped"
 
     MADE = "its op has made it"
+    READ = "it is read for the last time"
     LEFT = "the forward has read it for the last time"
     BACK = "it is restored for its first reader in the backward, and in memory"
     RESTORED = "it is restored for its first reader in the backward, and no more needed as it was stored"
@@ -33,11 +40,29 @@ class Event(Enum):
 
 
 class Lifetime(NamedTuple):
-    """From one event to another, both included, a value is in device memory: whole, or as it is stored."""
+    """A tensor, or what belongs to one, is in device memory from one event to another, both included.
 
+    Args:
+        kind: as a memory profile calls it; empty for what is an activation or a temporary.
+        size: what it is: a rank's shard, that shard as an action stores it, the whole tensor, or a parameter's
+            optimizer state.
+        times: how many of it there are.
+    """
+
+    kind: str
+    size: Literal["shard", "stored", "whole", "optimizer"]
     born: Event
     dies: Event
-    stored: bool = False
+    times: int = 1
+
+    @property
+    def throughout(self) -> bool:
+        """Whether it is there for the whole step."""
+        return self.born == Event.START and self.dies == Event.END
+
+
+def _held(born: Event, dies: Event, size: Literal["shard", "stored"] = "shard") -> Lifetime:
+    return Lifetime("activations", size, born, dies)
 
 
 class Rates(NamedTuple):
@@ -114,7 +139,7 @@ class Stored(Action):
 class Offloaded(Stored):
     """Copied to the host and back, beside the computation (as in Rhu et al., vDNN, 2016)."""
 
-    lifetimes: tuple[Lifetime, ...] = (Lifetime(Event.BACK, Event.DONE),)
+    lifetimes: tuple[Lifetime, ...] = (_held(Event.BACK, Event.DONE),)
     on_host: bool = True
 
     @property
@@ -142,8 +167,8 @@ class Encoded(Stored):
     """
 
     lifetimes: tuple[Lifetime, ...] = (
-        Lifetime(Event.MADE, Event.RESTORED, stored=True),
-        Lifetime(Event.BACK, Event.DONE),
+        _held(Event.MADE, Event.RESTORED, "stored"),
+        _held(Event.BACK, Event.DONE),
     )
     dtype: str = field(kw_only=True)
     encode: str = field(kw_only=True)
@@ -163,8 +188,8 @@ class Encoded(Stored):
         return rates.launch_s + rates.s_per_byte * (whole + stored)
 
 
-KEEP = Action("keep", "kept", (Lifetime(Event.LEFT, Event.DONE),), of_forward=True)
-RECOMPUTE = Action("recompute", "recomputed", (Lifetime(Event.REMADE, Event.DONE),), remakes=True)
+KEEP = Action("keep", "kept", (_held(Event.LEFT, Event.DONE),), of_forward=True)
+RECOMPUTE = Action("recompute", "recomputed", (_held(Event.REMADE, Event.DONE),), remakes=True)
 OFFLOAD = Offloaded("offload", "offloaded")
 ABSENT = Action("absent")
 """The backward does without the value."""

@@ -220,7 +220,7 @@ def held_by_point(program: Program, graph: Graph, timeline: Sequence[int]) -> di
     held = {point: Held(timeline[-1], program.ops[-1])}
     for op, size in zip(program.ops[::-1], timeline[-2::-1], strict=True):
         if op.kind != "compute":
-            point = point.started
+            point = point.preparing
         elif op.name.endswith(AGAIN):
             point = rerun(graph, op.node, following)
         else:

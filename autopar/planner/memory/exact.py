@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar.holding import Event
 from autopar.ir import Graph, Node, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.footprint.collective_buffers import bucket_packing, packing
@@ -28,7 +29,7 @@ from autopar.planner.footprint.transients_of_norms import summary_bytes
 from autopar.planner.footprint.transients_of_products import ring_bytes
 from autopar.planner.graphs.accumulation import accumulation_program, is_gradient
 from autopar.planner.graphs.shared import WAITED, shared
-from autopar.planner.memory.lifetimes import HeldThroughout, When, held_throughout, of_input, of_output
+from autopar.planner.memory.lifetimes import HeldThroughout, held_throughout, of_input, of_output
 from autopar.planner.options import Options
 from autopar.program import LocalTensor, Op, Program
 from autopar.sharding import ShardingSpec, Strategy
@@ -172,7 +173,7 @@ def history(program: Program, graph: Graph, mesh: Mesh, options: Options) -> dic
 
 
 @dataclass(frozen=True)
-class _Event:
+class _Moment:
     """A moment of the program: op ``at``, or a wait before it.
 
     Args:
@@ -235,23 +236,23 @@ class _Sweep:
         return self._profile()
 
     @cached_property
-    def events(self) -> list[_Event]:
+    def events(self) -> list[_Moment]:
         """Every wait and op in the order in which they run."""
-        order: list[_Event] = []
+        order: list[_Moment] = []
         pending: dict[str, int] = {}
         for at, op in enumerate(self.program.ops):
             if at == self.program.turn:
-                order += [_Event(at, name) for name in self._waited_at_end(pending)]
+                order += [_Moment(at, name) for name in self._waited_at_end(pending)]
                 pending.clear()
             if op.kind != "input":
                 for name, is_window in self._waited_before(op):
                     if is_window or pending.pop(name, None) is not None:
-                        order.append(_Event(at, name))
-            order.append(_Event(at))
+                        order.append(_Moment(at, name))
+            order.append(_Moment(at))
             if op.is_collective:
                 pending[op.writes[0].name] = at
         end = len(self.program.ops)
-        return [*order, *(_Event(end, name) for name in self._waited_at_end(pending)), _Event(end)]
+        return [*order, *(_Moment(end, name) for name in self._waited_at_end(pending)), _Moment(end)]
 
     def _waited_before(self, op: Op) -> Iterator[tuple[str, bool]]:
         """Yield what is waited for before ``op``, and whether it is rows of neighbours or their window, in order."""
@@ -336,18 +337,18 @@ class _Sweep:
             self._allocate(name, size, first, self._event(row.dies, first))
             self.allocations[name].kind = row.kind
 
-    def _event(self, when: When, read: int) -> int:
+    def _event(self, when: Event, read: int) -> int:
         """Return the event at which something happens; ``read`` is known for what happens when a tensor is read."""
         turn = self.op_at.get(self.program.turn)
-        if when == When.TURN:
+        if when == Event.TURN:
             return turn or 0
         last = len(self.events)
         return {
-            When.START: 0,
-            When.READ: read,
-            When.FORWARD_DONE: (last if turn is None else turn) - 1,
-            When.BACKWARD_DONE: self.last_event,
-            When.END: last - 1,
+            Event.START: 0,
+            Event.READ: read,
+            Event.FORWARD_DONE: (last if turn is None else turn) - 1,
+            Event.BACKWARD_DONE: self.last_event,
+            Event.END: last - 1,
         }[when]
 
     @cached_property

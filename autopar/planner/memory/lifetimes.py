@@ -7,48 +7,17 @@ forward makes for the backward is described by ``holding``, what one op holds wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from autopar.cost_models import optimizer_table_bytes
+from autopar.holding import Event, Lifetime
 from autopar.ir import Graph, Input, Output, TensorMeta
 from autopar.mesh import Mesh
 from autopar.planner.footprint.state import moved_state_bytes, state_bytes
 from autopar.planner.options import Options
 from autopar.planner.problem.decide import is_plain_output
 from autopar.program import Program
-
-
-class When(Enum):
-    """An event of a step."""
-
-    START = "the step begins"
-    FORWARD_DONE = "the forward is over"
-    TURN = "the backward begins"
-    READ = "it is read for the last time"
-    BACKWARD_DONE = "the backward is over"
-    END = "the optimizer has stepped"
-
-
-class Lifetime(NamedTuple):
-    """One tensor, or what belongs to one, between two events, both included.
-
-    Args:
-        kind: as a memory profile calls it; empty for what is an activation or a temporary.
-        size: what it is: a rank's shard, the whole tensor, or a parameter's optimizer state.
-        times: how many of it there are.
-    """
-
-    kind: str
-    size: Literal["shard", "whole", "optimizer"]
-    born: When
-    dies: When
-    times: int = 1
-
-    @property
-    def throughout(self) -> bool:
-        return self.born == When.START and self.dies == When.END
 
 
 def of_input(graph: Graph, meaning: Input, meta: TensorMeta, options: Options, *, cut: bool) -> tuple[Lifetime, ...]:
@@ -58,37 +27,37 @@ def of_input(graph: Graph, meaning: Input, meta: TensorMeta, options: Options, *
         cut: whether a rank has only a shard of it, which the runtime takes of what the caller gives.
     """
     if meaning.kind == "parameter":
-        state = Lifetime("optimizer", "optimizer", When.START, When.END)
-        return Lifetime("parameters", "shard", When.START, When.END), state
+        state = Lifetime("optimizer", "optimizer", Event.START, Event.END)
+        return Lifetime("parameters", "shard", Event.START, Event.END), state
     if meaning.kind in ("buffer", "constant"):
-        return (Lifetime("buffers", "whole", When.START, When.END),)
+        return (Lifetime("buffers", "whole", Event.START, Event.END),)
     if meaning.kind == "accumulator":
-        return (Lifetime("gradients", "shard", When.START, When.READ),)
+        return (Lifetime("gradients", "shard", Event.START, Event.READ),)
     if graph.comes_from_stage(meaning):
-        born = When.START if meaning.kind == "received" else When.TURN
-        return (Lifetime("", "shard", born, When.READ),)
+        born = Event.START if meaning.kind == "received" else Event.TURN
+        return (Lifetime("", "shard", born, Event.READ),)
     if meaning.kind == "tangent":
         if not cut or not is_plain_output(graph, meta, options):
-            return (Lifetime("inputs", "shard", When.TURN, When.BACKWARD_DONE),)
+            return (Lifetime("inputs", "shard", Event.TURN, Event.BACKWARD_DONE),)
         # Autograd holds the caller's gradient, of which the program takes a part.
-        taken = Lifetime("inputs", "shard", When.TURN, When.READ)
-        return taken, Lifetime("inputs", "whole", When.TURN, When.BACKWARD_DONE)
+        taken = Lifetime("inputs", "shard", Event.TURN, Event.READ)
+        return taken, Lifetime("inputs", "whole", Event.TURN, Event.BACKWARD_DONE)
     times = options.held_batches if meaning.kind == "input" else 1
     if options.batch == "local":
-        return (Lifetime("inputs", "shard", When.START, When.END, times),)
-    given = Lifetime("inputs", "whole", When.START, When.END, times)
-    taken = Lifetime("inputs", "shard", When.START, When.READ)
+        return (Lifetime("inputs", "shard", Event.START, Event.END, times),)
+    given = Lifetime("inputs", "whole", Event.START, Event.END, times)
+    taken = Lifetime("inputs", "shard", Event.START, Event.READ)
     return (given, taken) if cut and meaning.kind == "input" else (given,)
 
 
 def of_output(graph: Graph, output: Output) -> Lifetime:
-    """Return how long a result is held, from the op that makes it on, which ``When.READ`` stands for."""
+    """Return how long a result is held, from the op that makes it on, which ``Event.READ`` stands for."""
     if output.kind in ("mutation", "sent"):
-        return Lifetime("", "shard", When.READ, When.FORWARD_DONE)
+        return Lifetime("", "shard", Event.READ, Event.FORWARD_DONE)
     if graph.goes_to_stage(output):
-        return Lifetime("", "shard", When.READ, When.BACKWARD_DONE)
+        return Lifetime("", "shard", Event.READ, Event.BACKWARD_DONE)
     kind = "outputs" if output.kind == "output" else "gradients"
-    return Lifetime(kind, "shard", When.READ, When.END)
+    return Lifetime(kind, "shard", Event.READ, Event.END)
 
 
 class HeldThroughout(NamedTuple):

@@ -178,9 +178,9 @@ def held_points(d: Decisions, value: Value, live: LiveRanges) -> dict[Event, Pro
     at = {
         Event.MADE: after(live.at[value.node]),
         Event.LEFT: after(live.forward.get(value, live.at[value.node])),
-        Event.BACK: first.started,
-        Event.RESTORED: live.earliest[value].started,
-        Event.DONE: last.started if value in live.released_by["backward"] else last,
+        Event.BACK: first.preparing,
+        Event.RESTORED: live.earliest[value].preparing,
+        Event.DONE: last.preparing if value in live.released_by["backward"] else last,
     }
     if value.node not in d.views:
         return at | {Event.REMADE: rerun(d.graph, value.node, first)}

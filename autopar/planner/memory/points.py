@@ -39,7 +39,7 @@ class ProgramPoint(NamedTuple):
         return self.stage == Stage.RUNNING
 
     @property
-    def started(self) -> ProgramPoint:
+    def preparing(self) -> ProgramPoint:
         """The point just before, if a node runs at this one, at which its operands are redistributed; else this one."""
         return self._replace(stage=Stage.BEFORE) if self.running else self
 

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.holding import Stored
+from autopar.holding import Event, Stored
 from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.footprint.transients import min_transients
 from autopar.planner.graphs.shared import fixed_nodes
-from autopar.planner.memory.lifetimes import When, of_input
+from autopar.planner.memory.lifetimes import of_input, of_output
 from autopar.planner.memory.live_ranges import (
     PHASES,
     LiveRanges,
@@ -199,15 +199,8 @@ def _usages_of(
     elif v.kind == "copy" and v.value is not None:
         yield from _copy_usages(sizes, v, v.value, live)
     elif v.kind == "output" and v.value is not None:
-        dies = (
-            When.END
-            if v.value in d.kept_by_caller
-            else When.FORWARD_DONE
-            if v.phase == "forward"
-            else When.BACKWARD_DONE
-        )
-        first = after(last_read(d, v.value, live))
-        yield sizes.made(d.graph.meta(v.value), v.options, 0), first, _event_point(d, live, dies, first)
+        row, first = of_output(d.graph, d.output_of[v.key]), after(last_read(d, v.value, live))
+        yield sizes.made(d.graph.meta(v.value), v.options, 0), first, _event_point(d, live, row.dies, first)
     elif v.kind == "hold" and v.value is not None:
         yield from _held_usages(sizes, v, v.value, live)
     elif v.kind == "op" and v.node is not None:
@@ -228,16 +221,16 @@ def _input_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRang
             yield size * (cut == is_cut) * row.times, first, last
 
 
-def _event_point(d: Decisions, live: LiveRanges, when: When, read: ProgramPoint) -> ProgramPoint:
+def _event_point(d: Decisions, live: LiveRanges, when: Event, read: ProgramPoint) -> ProgramPoint:
     """Return the point of an event; ``read`` is the last one at which a value is certainly read."""
     over = end(d.graph)
     return {
-        When.START: ProgramPoint(0),
-        When.FORWARD_DONE: ProgramPoint(live.turn - 1),
-        When.TURN: ProgramPoint(live.turn),
-        When.READ: read,
-        When.BACKWARD_DONE: ProgramPoint(over.node - 1),
-        When.END: over,
+        Event.START: ProgramPoint(0),
+        Event.FORWARD_DONE: ProgramPoint(live.turn - 1),
+        Event.TURN: ProgramPoint(live.turn),
+        Event.READ: read,
+        Event.BACKWARD_DONE: ProgramPoint(over.node - 1),
+        Event.END: over,
     }[when]
 
 
@@ -260,10 +253,10 @@ def _held_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRange
     at = held_points(d, value, live)
     for action in dict.fromkeys(v.actions):
         chosen = np.array([a == action for a in v.actions])
-        for born, dies, stored in action.lifetimes:
-            if born in at and dies in at:
-                form = action.form(meta) if stored and isinstance(action, Stored) else meta
-                yield sizes.made(form, v.options, 0) * chosen, at[born], at[dies]
+        for row in action.lifetimes:
+            if row.born in at and row.dies in at:
+                form = action.form(meta) if row.size == "stored" and isinstance(action, Stored) else meta
+                yield sizes.made(form, v.options, 0) * chosen, at[row.born], at[row.dies]
 
 
 def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _GradientPoints]) -> Iterator[_Usage]:
@@ -276,7 +269,7 @@ def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _Grad
     unreduced = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
     at, reduced = made.get(meaning.name, (over.node, over.node))
     yield np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), ProgramPoint(at + 1), before(reduced)
-    yield unreduced, ProgramPoint(reduced), over.started
+    yield unreduced, ProgramPoint(reduced), over.preparing
     yield gradients, over, over
     yield step * (on_host == 0), over, over
 

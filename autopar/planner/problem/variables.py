@@ -98,6 +98,11 @@ class Decisions:
         return frozenset(o.value for o in found)
 
     @cached_property
+    def output_of(self) -> Mapping[str, Output]:
+        """The result of each variable for one that leaves the program, by the variable's key."""
+        return {output_key(o.name): o for o in self.graph.outputs if is_handed_out(o)}
+
+    @cached_property
     def inside_kernels(self) -> frozenset[Value]:
         """Values that are never kept for the backward: the kernel that makes what is around them does not write
         them."""
