@@ -21,6 +21,7 @@ from autopar.planner.search.phases import Baselines, Free, Joint, KnownShardings
 from autopar.planner.search.search import JOINT
 from autopar.planner.search.state import Search, SearchState
 from autopar.planner.search.two_stage import Open, axes_as_one, sharded_as
+from autopar.solver.clock import only_counted
 from autopar.tracer import ColoTracer
 from tests.baseline_laws import captured
 from tests.cpu.model_checks import cluster_where_sharding_pays
@@ -110,9 +111,10 @@ def test_known_shardings_leave_work_to_the_joint_problem_where_a_baseline_fits()
     model, inputs = ZOO["starcoder2"].made()
     free = autopar.plan(model, inputs, mesh=(2, 2), cluster="dgx-h100")
     budget = int(0.6 * free.peak_memory)
-    found = autopar.plan(model, inputs, mesh=(2, 2), cluster="dgx-h100", memory_budget=budget, time_limit=10)
+    with only_counted():
+        found = autopar.plan(model, inputs, mesh=(2, 2), cluster="dgx-h100", memory_budget=budget, time_limit=10)
     assert "joint" in [record.phase for record in found.trace]
-    assert found.objective <= 1.25 * free.objective
+    assert found.step_time <= 1.3 * free.step_time
 
 
 def test_where_nothing_else_fits_the_smallest_peak_is_the_plan() -> None:
