@@ -158,6 +158,12 @@ def test_a_plan_is_saved_and_read_and_needs_the_action() -> None:
         ACTIONS[SINGLE.name] = SINGLE
 
 
+def test_a_plan_that_was_read_is_verified_and_holds_what_it_says() -> None:
+    plan = Plan.from_json(budgeted((2,), 0.8)[0].to_json())
+    model, inputs = ZOO["gpt2"].made(torch.float64)
+    assert autopar.simulate(model, inputs, plan).peak_memory == plan.peak_memory
+
+
 def test_a_name_is_given_once() -> None:
     with pytest.raises(AutoparError, match="already an action 'single'"):
         register(replace(SINGLE, text="halved"))
