@@ -137,7 +137,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class First:
-    """A first choice: greedy, of equal blocks where there are any; under a limit by prices and exact moves."""
+    """A first choice: greedy, of equal blocks where there are any; under a limit by prices and exact moves, unless a
+    linear program is there as soon."""
 
     name: ClassVar[str] = "first choice"
 
@@ -151,7 +152,8 @@ class First:
         )
         if first is not None:
             state.incumbent.offer(first, "greedy")
-        if state.limited and state.incumbent.choice is None and state.may_search():
+        soon = LinearProgram().applies(state) if state.limited else True
+        if not soon and state.incumbent.choice is None and state.may_search():
             state.searching().first()
 
 

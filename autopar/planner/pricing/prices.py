@@ -35,6 +35,7 @@ from autopar.sharding.paths import Path, all_pairs, cheapest_path
 from autopar.sharding.spec import length
 from autopar.sharding.strategy import moved_axes
 from autopar.solver import Edge
+from autopar.solver.clock import tick
 from autopar.strategies import combine, find_rule, flops, halos, lent
 from autopar.strategies.registry import find_combining, find_lending, find_windows
 
@@ -115,6 +116,7 @@ class Prices:
         return self.memo.of("blocking", (use,), lambda: self._blocking_seconds(d, use))
 
     def _blocking_seconds(self, d: Decisions, use: Use) -> Array:
+        tick("blocking use", 1)
         source, target = d.variables[use.source], d.variables[use.target]
         cost = self.edge(source, target, use)
         if source.node is not None and Value(source.node.name, use.out) in d.widened:

@@ -135,6 +135,7 @@ def flow_count(graph: Graph, most: float = math.inf) -> int:
 
 def _together(matrix: Array) -> tuple[Array, IndexArray, IndexArray]:
     """A matrix with equal rows and equal columns once, and which of these each row and each column is."""
+    tick("matrix of flows", 1)
     rows, columns = alike(matrix), alike(matrix.T)
     return matrix[rows.first][:, columns.first], rows.number, columns.number
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.clock import tick
 from autopar.solver.problem import Array, IndexArray
 from autopar.solver.reduce.alike import alike
 
@@ -61,6 +62,7 @@ class Network:
 
 def network_of(matrix: Array) -> Network:
     """The network of an edge with these costs, infinite for pairs that are forbidden."""
+    tick("network of an edge", 1)
     rows, columns = alike(matrix), alike(matrix.T)
     small = matrix[rows.first][:, columns.first]
     merged = _merged(small)
