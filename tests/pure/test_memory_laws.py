@@ -24,7 +24,7 @@ def within(graph, budget):
     return plan
 
 
-@settings(max_examples=40, **SETTINGS)
+@settings(max_examples=24, **SETTINGS)
 @given(steps(7), st.floats(0.3, 1.1), st.floats(0.3, 1.1))
 def test_a_larger_budget_is_never_slower_and_a_smaller_one_has_never_a_higher_peak(graph, one, other):
     free = planned(graph).memory.peak_bytes
@@ -35,7 +35,7 @@ def test_a_larger_budget_is_never_slower_and_a_smaller_one_has_never_a_higher_pe
         assert small.memory.peak_bytes <= large.memory.peak_bytes
 
 
-@settings(max_examples=40, **SETTINGS)
+@settings(max_examples=24, **SETTINGS)
 @given(steps(7))
 def test_with_enough_memory_nothing_is_recomputed(graph):
     free = planned(graph)
