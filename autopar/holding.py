@@ -221,8 +221,10 @@ def register(action: Stored) -> None:
 @contextmanager
 def registered(action: Stored) -> Iterator[None]:
     """Let plans hold values by ``action`` too, inside the context."""
+    known = action.name in ACTIONS
     register(action)
     try:
         yield
     finally:
-        del ACTIONS[action.name]
+        if not known:
+            del ACTIONS[action.name]
