@@ -32,7 +32,7 @@ PRICES_S: Mapping[str, float] = {
     "decision": 20e-6,
     "strategy": 20e-6,
     "priced use": 12e-6,
-    "blocking use": 250e-6,
+    "kind of use": 200e-6,
     "use": 7e-6,
     "scheduled op": 24e-6,
     "profiled op": 13e-6,

@@ -116,7 +116,6 @@ class Prices:
         return self.memo.of("blocking", (use,), lambda: self._blocking_seconds(d, use))
 
     def _blocking_seconds(self, d: Decisions, use: Use) -> Array:
-        tick("blocking use", 1)
         source, target = d.variables[use.source], d.variables[use.target]
         cost = self.edge(source, target, use)
         if source.node is not None and Value(source.node.name, use.out) in d.widened:
@@ -489,6 +488,7 @@ class Prices:
         self, made: Ends, taken: Ends, meta: TensorMeta, costs: CollectiveCosts | None = None
     ) -> Array:
         """Return the seconds between each pair of specs: 0 if nothing is read, infinite if nothing is made."""
+        tick("kind of use", 1)
         sources, at_source = _distinct([s for s in made if s is not None])
         targets, at_target = _distinct([t for t in taken if t is not None])
         cost = np.full((len(made), len(taken)), math.inf)

@@ -30,7 +30,7 @@ from autopar.planner.search.rounds import (
 )
 from autopar.planner.search.smallest_peak import search_smallest_peak
 from autopar.planner.search.state import Choice, Result, Search, SearchState, first_constraints
-from autopar.planner.search.two_stage import Checkpointed, CheckpointSearch, Open, axes_as_one, sharded_as
+from autopar.planner.search.two_stage import Checkpointed, CheckpointSearch, Open, axes_as_one, recomputed, sharded_as
 from autopar.solver import relative_gap, sum_of_least
 from autopar.solver.clock import now
 
@@ -154,6 +154,7 @@ class KnownShardings:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.joint is not None
         enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
+        state = self._recomputed(search, state, until)
         tried: set[tuple[object, ...]] = set()
         for seconds, still in self.lean_first(search, state):
             until = min(until, state.worth_until(search), enough if math.isfinite(state.cost) else until)
@@ -199,8 +200,12 @@ class KnownShardings:
         if among is None:
             return None
         problem, left_s = search.objective.problem(), max(search.ends - now(), 0.0)
-        choice = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
-        return None if choice is None else search.objective.seconds(choice)
+
+        def cost() -> float | None:
+            choice = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
+            return None if choice is None else search.objective.seconds(choice)
+
+        return search.memo.of("axes as one", (problem,), cost)
 
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
         """With a margin everywhere, where a plan is there soon, and then as much less of it as the plan does not need;
@@ -221,6 +226,24 @@ class KnownShardings:
             return state
         needed = wide.as_held(found.solution.choice, found.program, found.memory.timeline)
         return self._solved(search, state, still, needed, until, boundaries)[0]
+
+    def _recomputed(self, search: Search, state: SearchState, until: float) -> SearchState:
+        """A first plan: all is recomputed but what crosses from layer to layer. That takes no constraints, so it is
+        there soon, however deep the model."""
+        objective = state.joint
+        assert objective is not None
+        kept = layer_boundaries(objective.decisions, objective.runs)
+        for _, still in () if math.isfinite(state.cost) else self.lean_first(search, state):
+            among, left_s = recomputed(objective.decisions, still, kept), until - now()
+            if left_s <= 0:
+                break
+            choice = solve_open(objective.problem(), among, left_s, search.options.solver, settings.KNOWN_GAP)
+            if choice is not None:
+                found = search.measure(objective, choice, f"{self.name}, layers recomputed", search.budget)
+                state = state.with_plan(search, found)
+            if state.best is not None:
+                break
+        return state
 
     def _solved(
         self,

@@ -10,13 +10,14 @@ has a lower peak is taken instead: so more memory never costs time, and less is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
+from autopar.holding import ABSENT, KEEP, RECOMPUTE
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.memory.exact_constraints import ExactMemory, points_over
 from autopar.planner.memory.points import ProgramPoint, end
@@ -99,6 +100,18 @@ def axes_as_one(d: Decisions) -> tuple[tuple[int, ...], ...] | None:
             open_of[id(v.options)] = tuple(alike)
     still = tuple(open_of[id(v.options)] for v in d.variables)
     return still if d.mesh.ndim > 1 and all(still) else None
+
+
+def recomputed(d: Decisions, still: Open, kept: Collection[int]) -> Open:
+    """What of ``still`` stays open where the hold variables ``kept`` keep their values, and all others recompute them,
+    as far as that is possible and the backward needs them."""
+    found = list(still)
+    for i, v in enumerate(d.variables):
+        if v.kind == "hold":
+            wanted = KEEP if i in kept else RECOMPUTE
+            if wanted in v.actions:
+                found[i] = tuple(o for o, action in enumerate(v.actions) if action in (wanted, ABSENT))
+    return tuple(found)
 
 
 @dataclass
