@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -13,12 +14,23 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import autopar
 from autopar import planner
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.holding import KEEP, RECOMPUTE
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.search import search as searching
 from autopar.planner.search import settings
-from autopar.planner.search.phases import Baselines, Free, Joint, KnownShardings, Phase, Reruns, Rules, SmallestPeak
+from autopar.planner.search.phases import (
+    Baselines,
+    Free,
+    Joint,
+    KnownShardings,
+    Layers,
+    Phase,
+    Reruns,
+    Rules,
+    SmallestPeak,
+)
 from autopar.planner.search.search import JOINT
 from autopar.planner.search.state import Search, SearchState
 from autopar.planner.search.two_stage import Open, axes_as_one, sharded_as
@@ -143,11 +155,24 @@ def test_an_unknown_search_is_refused_by_name() -> None:
 
 
 @cache
-def language_model(batch: int) -> Graph:
+def language_model(batch: int, layers: int = 4) -> Graph:
     with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=64, n_head=2, n_positions=64, vocab_size=256))
+        model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=64, n_head=2, n_positions=64, vocab_size=256))
         ids = torch.empty(batch, 64, dtype=torch.int64)
     return ColoTracer().capture(model, {"input_ids": ids, "labels": ids}).graph
+
+
+def test_a_first_plan_of_a_deep_model_recomputes_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What crosses from layer to layer is kept. A problem under constraints takes longer, and may find nothing."""
+    graph, on, cluster = language_model(8, layers=6), Mesh((2, 2)), cluster_where_sharding_pays().sized(4)
+    free = planner.plan_graph(graph, on, cluster, Options(10**12), compare=False)
+    monkeypatch.setitem(searching.SEARCHES, "joint", lambda _: (Free(), Reruns(), Layers()))
+    found = planner.plan_graph(graph, on, cluster, Options(int(0.5 * free.memory.peak_bytes)), compare=False)
+    assert found.memory.peak_bytes <= 0.5 * free.memory.peak_bytes
+    assert found.trace[-1].phase == found.solution.method == "layers recomputed"
+    held = zip(found.decisions.variables, found.solution.choice, strict=True)
+    actions = Counter(v.actions[option] for v, option in held if v.kind == "hold")
+    assert 4 <= actions[KEEP] <= 12 < actions[RECOMPUTE]
 
 
 @pytest.mark.parametrize(("batch", "share"), [(64, 0.7), (1, 0.75)], ids=["activations", "optimizer state"])

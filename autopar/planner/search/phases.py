@@ -154,7 +154,6 @@ class KnownShardings:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.joint is not None
         enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
-        state = self._recomputed(search, state, until)
         tried: set[tuple[object, ...]] = set()
         for seconds, still in self.lean_first(search, state):
             until = min(until, state.worth_until(search), enough if math.isfinite(state.cost) else until)
@@ -166,10 +165,14 @@ class KnownShardings:
             state = self._kept(search, state, still, until)
         return state
 
-    def lean_first(self, search: Search, state: SearchState) -> Iterator[tuple[float, Open]]:
+    def lean_first(self, search: Search, state: SearchState, *, together: bool = True) -> Iterator[tuple[float, Open]]:
         """The known shardings, each with its cost without a budget: of the free optimum where that holds hardly more
         than the budget, then the cheapest of those that hold little, then by what they hold. What holds much has much
-        to recompute and offload, which takes long to plan and costs more."""
+        to recompute and offload, which takes long to plan and costs more.
+
+        Args:
+            together: whether any that take the axes as one are among them.
+        """
         assert state.free is not None and state.joint is not None
         plain, joint = search.objective, state.joint.decisions
 
@@ -184,11 +187,11 @@ class KnownShardings:
         known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.baselines)]
         lean = settings.LEAN * min(peak for peak, _, _ in known)
         ranked: list[tuple[float, float, Callable[[], tuple[float, Open]]]] = []
-        among, still = axes_as_one(plain.decisions), axes_as_one(joint)
-        together = self._together(search, among)
-        if among is not None and still is not None and together is not None:
+        among, still = (axes_as_one(plain.decisions), axes_as_one(joint)) if together else (None, None)
+        least_s = self._together(search, among)
+        if among is not None and still is not None and least_s is not None:
             # Fully sharded ones are among them, so they count as lean. The best may cost less, by the gap.
-            ranked.append((lean, together / (1 + settings.KNOWN_GAP), lambda: (together, still)))
+            ranked.append((lean, least_s / (1 + settings.KNOWN_GAP), lambda: (least_s, still)))
             # A known sharding that takes the axes as one need not be tried by itself.
             known = [k for k in known if not all(o in options for o, options in zip(k[2], among, strict=True))]
         ranked += [(max(peak, lean), cost, partial(sharded, choice)) for peak, cost, choice in known]
@@ -200,12 +203,8 @@ class KnownShardings:
         if among is None:
             return None
         problem, left_s = search.objective.problem(), max(search.ends - now(), 0.0)
-
-        def cost() -> float | None:
-            choice = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
-            return None if choice is None else search.objective.seconds(choice)
-
-        return search.memo.of("axes as one", (problem,), cost)
+        choice = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
+        return None if choice is None else search.objective.seconds(choice)
 
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
         """With a margin everywhere, where a plan is there soon, and then as much less of it as the plan does not need;
@@ -226,24 +225,6 @@ class KnownShardings:
             return state
         needed = wide.as_held(found.solution.choice, found.program, found.memory.timeline)
         return self._solved(search, state, still, needed, until, boundaries)[0]
-
-    def _recomputed(self, search: Search, state: SearchState, until: float) -> SearchState:
-        """A first plan: all is recomputed but what crosses from layer to layer. That takes no constraints, so it is
-        there soon, however deep the model."""
-        objective = state.joint
-        assert objective is not None
-        kept = layer_boundaries(objective.decisions, objective.runs)
-        for _, still in () if math.isfinite(state.cost) else self.lean_first(search, state):
-            among, left_s = recomputed(objective.decisions, still, kept), until - now()
-            if left_s <= 0:
-                break
-            choice = solve_open(objective.problem(), among, left_s, search.options.solver, settings.KNOWN_GAP)
-            if choice is not None:
-                found = search.measure(objective, choice, f"{self.name}, layers recomputed", search.budget)
-                state = state.with_plan(search, found)
-            if state.best is not None:
-                break
-        return state
 
     def _solved(
         self,
@@ -273,6 +254,33 @@ class KnownShardings:
         if found.memory.peak_bytes <= search.budget:
             return state.with_plan(search, found), found
         return replace(state, near=(*state.near, found.solution.choice)), found
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A first plan of equal layers, with a known sharding: all is recomputed but what crosses from layer to layer (Chen
+    et al. 2016). That takes no constraints, so it is there soon, however deep the model.
+    """
+
+    name: str = "layers recomputed"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        if state.joint is None or search.one_device or math.isfinite(state.cost):
+            return False
+        return state.joint.depth > 0
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        objective = state.joint
+        assert objective is not None
+        kept = layer_boundaries(objective.decisions, objective.runs)
+        for _, still in KnownShardings().lean_first(search, state, together=False):
+            if state.best is not None or now() > until:
+                break
+            among, left_s = recomputed(objective.decisions, still, kept), until - now()
+            choice = solve_open(objective.problem(), among, left_s, search.options.solver, settings.KNOWN_GAP)
+            if choice is not None:
+                state = state.with_plan(search, search.measure(objective, choice, self.name, search.budget))
+        return state
 
 
 @dataclass(frozen=True)

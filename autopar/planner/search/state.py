@@ -82,7 +82,7 @@ class Search:
     ends: float
     baselines: Sequence[BaselineCandidate] = ()
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("build", "solve", "lower", "verify"), 0.0))
-    memo: Memo = field(default_factory=Memo)
+    _memo: Memo = field(default_factory=Memo)
 
     @property
     def prices(self) -> Prices:
@@ -115,11 +115,11 @@ class Search:
             self.timings["arrange"] = self.timings.get("arrange", 0.0) + time.perf_counter() - started
             return own
 
-        return self.memo.of("arranged", (result,), made)
+        return self._memo.of("arranged", (result,), made)
 
     def tried(self, result: Result) -> TriedArrangements:
         """Arrangements of the collectives of ``result``."""
-        return self.memo.of("tried", (result,), lambda: Candidate.tried(result.program, self.prices, self.options))
+        return self._memo.of("tried", (result,), lambda: Candidate.tried(result.program, self.prices, self.options))
 
     def ending_gap(self, least: float) -> Gap:
         """The relative gap at which a solve ends: ``least``, or that at which it pays to end."""
