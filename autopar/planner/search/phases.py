@@ -6,6 +6,7 @@ less than the search. One phase more never makes the best plan worse: states onl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -114,10 +115,11 @@ class Reruns:
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.free is not None
+        began = now()
         joint = Objective(search.with_reruns(), search.prices, within=search.objective.sections)
         ties = len(joint.decisions.variables) >= settings.TIES_LEAST
         joint.start_from(search.objective, state.free.solution.choice if ties else None)
-        return replace(state, joint=joint)
+        return replace(state, joint=joint, listed_s=now() - began)
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,10 @@ class KnownShardings:
         assert state.joint is not None
         enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
         tried: set[tuple[object, ...]] = set()
+        first_s = state.cost  # of layers that are recomputed, where no baseline fits: that is hardly decent
         for seconds, still in self.lean_first(search, state):
-            until = min(until, state.worth_until(search), enough if math.isfinite(state.cost) else until)
+            decent = math.isfinite(state.cutoff) or state.cost < first_s
+            until = min(until, state.worth_until(search), enough if decent else until)
             if now() > until or state.is_done(search):
                 break
             if seconds > state.cost or (seconds == state.cost and state.best is not None) or still in tried:
@@ -272,8 +276,11 @@ class Layers:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         objective = state.joint
         assert objective is not None
+        if until - now() < settings.LAYERS_TIMES * state.listed_s:
+            return state
         kept = layer_boundaries(objective.decisions, objective.runs)
-        for _, still in KnownShardings().lean_first(search, state, together=False):
+        lean = KnownShardings().lean_first(search, state, together=False)
+        for _, still in itertools.islice(lean, settings.LAYERS_MOST):
             if state.best is not None or now() > until:
                 break
             among, left_s = recomputed(objective.decisions, still, kept), until - now()

@@ -151,6 +151,7 @@ class SearchState:
         free: the optimum without a budget.
         free_s: work that it took.
         joint: the objective over decisions with reruns.
+        listed_s: work that listing its decisions took.
         round_s: work that the last round of its problem took.
         hideable_s, hiding_parts: seconds of the forward beside which transfers of the host hide, in so many parts.
         near: choices of the joint problem that cost less than the best plan, and hold more than the budget.
@@ -167,6 +168,7 @@ class SearchState:
     free: Result | None = None
     free_s: float = 0.0
     joint: Objective | None = None
+    listed_s: float = 0.0
     round_s: float = 0.0
     hideable_s: float = math.inf
     hiding_parts: int = 1
