@@ -152,8 +152,9 @@ class First:
         )
         if first is not None:
             state.incumbent.offer(first, "greedy")
-        soon = LinearProgram().applies(state) if state.limited else True
-        if not soon and state.incumbent.choice is None and state.may_search():
+        if not state.limited or state.incumbent.choice is not None or LinearProgram().applies(state):
+            return
+        if state.may_search():
             state.searching().first()
 
 

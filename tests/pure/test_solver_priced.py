@@ -203,7 +203,7 @@ def test_without_room_for_the_tables_of_all_edges_other_phases_find_a_choice(mon
         return PricedSearch(graph, incumbent)
 
     monkeypatch.setattr("autopar.solver.phases.PricedSearch", counted_search)
-    problem = hard_problem(12, 6, limit_share=0.5)
+    problem = hard_problem(60, 20, limit_share=0.5)
     solve(problem, time_limit=2.0)
     assert made
     made.clear()
