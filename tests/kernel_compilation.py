@@ -136,6 +136,16 @@ def spilled_bytes(cubin: bytes) -> int:
     return int(re.findall(r"STACK:(\d+)", said)[0])
 
 
+def scalar_copies(compiled: Compiled) -> int:
+    """Return the number of kernels that read or write single elements where all sizes are multiples of 16."""
+    before = len(compiled.kernels)
+    x = torch.zeros(4, 64, 1024, dtype=torch.bfloat16)
+    for name, args in (("pack", (x, 2, 4)), ("unpack", (x, 1, 4096))):
+        KERNELS[name].launch(*args)
+    texts = [k.asm["ptx"] for k in compiled.kernels[before:]]
+    return sum(not {"ld", "st"} <= set(re.findall(r"(ld|st)\.global\.v\d", text)) for text in texts)
+
+
 def say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
@@ -167,6 +177,9 @@ def main() -> int:
                 failed += 1
                 shapes = [list(t.shape) for t in args if isinstance(t, torch.Tensor)]
                 say(f"{name} {dtype} {shapes}: {min(spilled)} bytes a thread spilled in every configuration")
+    if scalar := scalar_copies(compiled):
+        failed += scalar
+        say(f"{scalar} copies of even sizes are not vectorized")
     texts = {k.asm["ptx"] for k in compiled.kernels}
     say(f"triton {triton.__version__}, sm_{options.capability}: {len(texts)} kernels compiled, {failed} failed")
     return 1 if failed or not texts else 0

@@ -44,11 +44,12 @@ def copy_kernel(
     c2,
     c3,
     limit,
+    CUT: tl.constexpr,
     PAD: tl.constexpr,
     I: tl.constexpr,
     J: tl.constexpr,
 ):
-    """Set out[...] = x[...] where the index along the cut dim is below ``limit``, else 0 (with PAD) or nothing."""
+    """Set out[...] = x[...]; with CUT, where the cut dim's index is below ``limit``, else 0 (with PAD) or nothing."""
     tiles_i = tl.cdiv(ni, I)
     tiles_j = tl.cdiv(nj, J)
     at = tl.program_id(0).to(tl.int64)
@@ -63,7 +64,9 @@ def copy_kernel(
     k1 = at % n1
     k0 = at // n1
     inside = (i < ni) & (j < nj)
-    here = inside & (k0 * c0 + k1 * c1 + k2 * c2 + k3 * c3 + i * ci + j * cj < limit)
+    here = inside
+    if CUT:  # a mask that differs between neighbours keeps the compiler from vectorizing
+        here = inside & (k0 * c0 + k1 * c1 + k2 * c2 + k3 * c3 + i * ci + j * cj < limit)
     value = tl.load(x + k0 * x0 + k1 * x1 + k2 * x2 + k3 * x3 + i * xi + j * xj, mask=here, other=0)
     place = out + k0 * o0 + k1 * o1 + k2 * o2 + k3 * o3 + i * oi + j * oj
     tl.store(place, value.to(out.dtype.element_ty), mask=inside if PAD else here)
@@ -119,8 +122,6 @@ def _copy(x, out, dims, limit, *, pad, I, J):
     programs = triton.cdiv(i[0], I) * triton.cdiv(j[0], J)
     for size, *_ in outer:
         programs *= size
-    # Without a limit no dim contributes to the index.
-    cut = 1 if limit >= 0 else 0
     copy_kernel[(programs,)](
         x,
         out,
@@ -130,13 +131,14 @@ def _copy(x, out, dims, limit, *, pad, I, J):
         j[1],
         i[2],
         j[2],
-        i[3] * cut,
-        j[3] * cut,
+        i[3],
+        j[3],
         *(d[0] for d in outer),
         *(d[1] for d in outer),
         *(d[2] for d in outer),
-        *(d[3] * cut for d in outer),
-        limit if cut else 1,
+        *(d[3] for d in outer),
+        limit,
+        CUT=limit >= 0,
         PAD=pad,
         I=I,
         J=J,
