@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 class AutoparError(Exception):
@@ -75,10 +77,17 @@ class Shortfall:
 class InfeasibleError(AutoparError):
     """No plan fits the memory budget; the hint names the smallest budget that would do.
 
-    ``shortfall`` is None where the solver raises the error. Pickling drops it.
+    ``shortfall`` is None where the solver raises the error, and ``leanest`` makes the planner's plan of the smallest
+    peak that was found. Pickling drops both.
     """
 
     shortfall: Shortfall | None = None
+    leanest: Callable[[], Any] | None = None
+
+    @property
+    def least_bytes(self) -> float:
+        """The smallest budget that was found to work; infinite where that is not known."""
+        return math.inf if self.shortfall is None else self.shortfall.least_bytes
 
 
 class SolverError(AutoparError):

@@ -136,7 +136,7 @@ def planned_on_meshes(
         except InfeasibleError as error:
             refused.append(error)
     if not plans:
-        raise min(refused, key=lambda error: error.shortfall.least_bytes if error.shortfall else math.inf)
+        raise min(refused, key=lambda error: error.least_bytes)
     best = min(plans, key=lambda p: (p.step_time, p.peak_memory))
     tried = tuple((str(p.mesh), p.step_time) for p in plans) if len(plans) > 1 else ()
     return dataclasses.replace(best, candidates=tried)

@@ -6,8 +6,8 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple, cast
@@ -80,6 +80,16 @@ class Schedule:
     def split(self) -> bool:
         """Whether any backward is split into that of the inputs and that of the weights."""
         return any(action.kind == "I" for action in chain.from_iterable(self.order))
+
+    def with_whole_backwards(self, ranks: Collection[int]) -> Schedule:
+        """The schedule where these ranks do not split their backwards: they hold less, and others wait longer."""
+        if not ranks:
+            return self
+        whole = [
+            tuple(a._replace(kind="B") if a.kind == "I" else a for a in row if a.kind != "W") if rank in ranks else row
+            for rank, row in enumerate(self.order)
+        ]
+        return replace(self, order=tuple(whole))
 
     def to_text(self) -> str:
         """One line of comma-separated actions for each rank, as torch.distributed.pipelining reads them."""

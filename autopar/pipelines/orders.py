@@ -80,18 +80,17 @@ def zero_bubble(ranks: int, micro_batches: int, lag: Sequence[int] | None = None
     W fills most of the bubble, and no stage holds more micro-batches than the first one under 1F1B.
 
     Args:
-        lag: by how many micro-batches each stage puts W off, where there is no memory for as many; below 0 it does
-            not split its backward, which holds least.
+        lag: by how many micro-batches each stage puts W off, where there is no memory for as many.
     """
     lags = range(ranks) if lag is None else lag
 
     def pattern(stage: int) -> Iterator[tuple[Kind, int]]:
         put_off = 0
-        backwards = _all("I" if lags[stage] >= 0 else "B", stage, micro_batches)
-        for kind, _ in _in_turn(_all("F", stage, micro_batches), backwards, ranks - stage - 1):
+        both = _all("F", stage, micro_batches), _all("I", stage, micro_batches)
+        for kind, _ in _in_turn(*both, ranks - stage - 1):
             yield kind, stage
             put_off += kind == "I"
-            if put_off > max(lags[stage], 0):
+            if put_off > lags[stage]:
                 yield "W", stage
                 put_off -= 1
         yield from _all("W", stage, put_off)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -10,6 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
+from autopar.errors import InfeasibleError
 from autopar.mesh import Cluster
 from autopar.pipelines.messages import Message, waiting
 from autopar.pipelines.orders import schedule
@@ -73,6 +75,34 @@ def test_zero_bubbles_give_way_to_a_budget() -> None:
     _, grads, _ = eager(model, x)
     for name, grad in grads.items():
         torch.testing.assert_close(run.grads[name], grad)
+
+
+def test_two_stages_of_a_rank_share_its_budget() -> None:
+    """What one stage needs at least, the other one leaves; and a rank that cannot hold split backwards runs them
+    whole."""
+    model = gpt2(n_embd=32, n_layer=8, n_head=4, vocab_size=64)
+    ids = torch.randint(3, 64, (8, 16))
+    inputs = {"input_ids": ids, "labels": ids}
+    asked = autopar.Pipeline(stages=2, micro_batches=4, schedule="zbv")
+    options = {"mesh": {"pp": 2, "dp": 2}, "cluster": cluster_where_sharding_pays().sized(4), "optimizer": "sgd"}
+    free = autopar.plan(model, inputs, pipeline=asked, **options)
+    budget = int(0.5 * free.peak_memory)
+    made = autopar.plan(model, inputs, pipeline=asked, memory_budget=budget, **SOON, **options)
+    assert made.peak_memory <= budget
+    kinds = [{a.kind for a in row} for row in made.schedule.order]
+    assert made.schedule.name == "zbv" and any("I" not in row for row in kinds)
+    run = autopar.simulate(model, inputs, made)
+    assert run.peak_memory <= made.peak_memory
+    for name, grad in eager(model, inputs)[1].items():
+        torch.testing.assert_close(run.grads[name], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_budget_that_no_pipeline_fits_is_told_with_one_that_works() -> None:
+    with pytest.raises(InfeasibleError, match="of the pipeline holds more") as told:
+        plan("1f1b", 2, budget=4096)
+    assert "4.00 KiB" in str(told.value)
+    least = int(re.findall(r"memory_budget=(\d+)", str(told.value))[0])
+    assert 4096 < plan("1f1b", 2, budget=least).peak_memory <= least
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

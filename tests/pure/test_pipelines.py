@@ -180,6 +180,18 @@ def test_gpipe_of_two_stages_and_three_micro_batches():
     assert rows(gpipe(2, 3)) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
 
 
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_ranks_that_do_not_split_backwards_hold_no_more(p: int, m: int):
+    for made in named(p, m):
+        whole = made.with_whole_backwards(range(0, p, 2))
+        whole.check()
+        assert not any(a.kind in "IW" for row in whole.order[::2] for a in row)
+        assert whole.order[1::2] == made.order[1::2]
+        costs = even(made.stages)
+        assert all(a <= b for a, b in zip(peak_bytes(whole, costs), peak_bytes(made, costs), strict=True))
+        assert simulate(whole, costs).seconds >= simulate(made, costs).seconds - 1e-9
+
+
 def test_zb_h1_of_three_stages_and_four_micro_batches_does_not_split_the_first_stage():
     assert rows(zero_bubble(3, 4)) == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",

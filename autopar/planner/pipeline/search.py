@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from autopar.cost_models import CollectiveCosts
-from autopar.errors import AutoparError, InfeasibleError, PlanError
+from autopar.errors import AutoparError, InfeasibleError, PlanError, Shortfall
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Kind, Schedule
@@ -46,6 +47,7 @@ from autopar.planner.problem.constraints import those_that_apply
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.forms import plan_forms
+from autopar.planner.search.infeasible import bytes_text
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.planner.search.state import Progress
 from autopar.program import LocalTensor
@@ -180,6 +182,46 @@ class _Drawn:
 
 
 @dataclass
+class _Room:
+    """How the stages of a rank share its memory. Bytes.
+
+    Args:
+        least: that each stage takes, whatever the others hold.
+        resident: that each stage holds while another one runs, estimated or as last planned.
+        beside: that each rank holds beside its stages, such as messages.
+    """
+
+    budget: float
+    rank_of: tuple[int, ...]
+    least: list[float]
+    resident: list[float]
+    beside: list[float]
+
+    @classmethod
+    def estimated(cls, d: _Drawn, budget: float) -> _Room:
+        made = d.schedule
+        flying = zip(in_flight(made), d.costs.held, _ranges(d.starts, len(d.whole.blocks)), strict=True)
+        resident = [_total(d.whole.blocks[a:b]).static + k * held for k, held, (a, b) in flying]
+        least = [LEAST_SHARE * budget] * made.stages
+        return cls(budget, made.rank_of, least, resident, [0.0] * made.ranks)
+
+    def left_for(self, stage: int) -> float:
+        """Return what the rank's other stages leave."""
+        rank = self.rank_of[stage]
+        return max(self.budget - self.beside[rank] - self._of_others(stage), self.least[stage])
+
+    def _of_others(self, stage: int) -> float:
+        rank = self.rank_of[stage]
+        return sum(self.resident[t] for t, r in enumerate(self.rank_of) if r == rank and t != stage)
+
+    def count_beside(self, found: PlannedPipeline) -> None:
+        for rank, peak in enumerate(found.peaks):
+            mine = (s for s, r in enumerate(self.rank_of) if r == rank)
+            known = max(found.planned[s].memory.peak_bytes + self._of_others(s) for s in mine)
+            self.beside[rank] = max(self.beside[rank], peak - known)
+
+
+@dataclass
 class _PipelineSearch:
     graph: Graph
     mesh: Mesh
@@ -272,7 +314,8 @@ class _PipelineSearch:
         else:
             limit_s = self.options.time_limit_s * WHOLE_SHARE
             options = replace(options, memory_budget_bytes=int(budget), time_limit_s=limit_s)
-            planned = plan_forms(graph, self.stage_mesh, self.stage_cluster, options)
+            # With as many micro-batches in flight on every rank as on the first: a pipeline may fit all the same.
+            planned = _plan_or_leanest(graph, self.stage_mesh, self.stage_cluster, options)
         block_of = _block_of(planned.decisions.graph, places)
         program = self._with_shared(planned, options).program
         blocks = block_costs(program, planned.decisions.graph, self.stage_mesh, options, self.overlap, block_of)
@@ -386,20 +429,19 @@ class _PipelineSearch:
         ranked = sorted(fitting, key=lambda d: d.seconds) or sorted(drawn, key=lambda d: max(d.peaks))
         ends = now() + (1 - WHOLE_SHARE) * self.options.time_limit_s
         best: PlannedPipeline | None = None
-        refused: InfeasibleError | None = None
+        refused: list[InfeasibleError] = []
         for i, d in enumerate(ranked[:TRIED]):
             if best is not None and (d.seconds >= best.seconds or now() > ends):
                 break
             try:
                 found = self._with_stages(d, max((ends - now()) / (min(TRIED, len(ranked)) - i), 1.0))
             except InfeasibleError as error:
-                refused = error
+                refused.append(error)
                 continue
             if best is None or found.seconds < best.seconds:
                 best = found
         if best is None:
-            assert refused is not None
-            raise refused
+            raise min(refused, key=lambda error: error.least_bytes)
         others = {str(d): d.seconds for d in sorted(drawn, key=lambda d: -d.seconds)}
         return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])[:CONSIDERED]))
 
@@ -409,22 +451,21 @@ class _PipelineSearch:
         Raises:
             InfeasibleError: a stage, or a rank, holds more than the budget.
         """
-        most = [math.inf] * d.schedule.stages
+        room = _Room.estimated(d, self.budget)
+        least = sys.maxsize
         for _ in range(ROUNDS):
-            found = self._with_budgets(d, most, time_limit_s / ROUNDS)
-            if max(found.peaks) <= self.budget:
+            found = self._within(d, room, time_limit_s / ROUNDS)
+            least = min(least, max(found.peaks))
+            if least <= self.budget:
                 return found
-            for s, planned in enumerate(found.planned):
-                excess = found.peaks[d.schedule.rank_of[s]] - self.budget
-                if excess > 0:
-                    most[s] = planned.memory.peak_bytes - excess
-        raise _over(found.peaks, self.budget, found.schedule)
+            room.count_beside(found)
+            if all(p.memory.peak_bytes <= room.left_for(s) for s, p in enumerate(found.planned)):
+                break  # nothing would be planned otherwise
+        raise _over(found, least, self.budget)
 
-    def _with_budgets(self, d: _Drawn, most: Sequence[float], time_limit_s: float) -> PlannedPipeline:
-        """Plan the stages in turn.
-
-        Args:
-            most: bytes that each stage may hold.
+    def _within(self, d: _Drawn, room: _Room, time_limit_s: float) -> PlannedPipeline:
+        """Plan the stages in turn, each within what the other stages of its rank leave, or as small as was found
+        where that is more, and tell ``room`` of it.
         """
         graphs = cut(d.whole.micro.graph, d.whole.seams, d.starts)
         m = d.schedule.micro_batches
@@ -432,18 +473,18 @@ class _PipelineSearch:
         n = m * self.options.accumulation_steps
         stages: list[Stage] = []
         planned: list[Planned] = []
+        parts: list[Parts] = []
         specs: dict[str, str] = {}
         stored: dict[str, str] = {}
         for s, stage in enumerate(graphs):
             self.report(f"stage {s} of {len(graphs)}, {d}")
             summing = replace(stage, graph=with_gradient_sums(stage.graph, n, self.options.dtype_of("reduce")))
-            share = max(min(self._share_of_budget(d, s), most[s]), LEAST_SHARE * self.budget)
             # Stages that hold a parameter add up their parts of its gradient, so they store it alike.
             names = {i.name for i in summing.graph.inputs if i.kind == "parameter"}
             tied = {name: spec for name, spec in stored.items() if name in names}
             options = replace(
                 self._stage_options(m, flying[s]),
-                memory_budget_bytes=int(share),
+                memory_budget_bytes=int(room.left_for(s)),
                 time_limit_s=time_limit_s / len(graphs),
                 constraints={
                     **those_that_apply(summing.graph, self.options.constraints, self.options.aliases),
@@ -451,23 +492,18 @@ class _PipelineSearch:
                     **specs,
                 },
             )
-            found = self._with_shared(self._stage(d.whole, summing, options), options)
+            found = self._stage(d.whole, summing, options)
+            if found.memory.peak_bytes > room.left_for(s):
+                room.least[s] = found.memory.peak_bytes
+            found = self._with_shared(found, options)
+            one = self._stage_options(m, 1)
+            parts.append(parts_of(found.program, found.decisions.graph, self.stage_mesh, one, self.overlap))
+            room.resident[s] = _static_bytes(found, self.stage_mesh, one) + flying[s] * parts[s].held
             stages.append(summing)
             planned.append(found)
             specs = seam_specs(summing, found)
             stored |= {name: str(tensor.spec) for name, tensor in _inputs(found, "parameter")}
-        return self._result(d, tuple(stages), tuple(planned))
-
-    def _share_of_budget(self, d: _Drawn, stage: int) -> float:
-        """Return the bytes that a stage may take of its rank's: all that the rank's other stages leave."""
-        rank, flying = d.schedule.rank_of[stage], in_flight(d.schedule)
-        ranges = _ranges(d.starts, len(d.whole.blocks))
-        others = (
-            _total(d.whole.blocks[a:b]).static + flying[s] * d.costs.held[s]
-            for s, (a, b) in enumerate(ranges)
-            if s != stage and d.schedule.rank_of[s] == rank
-        )
-        return max(self.budget - sum(others), LEAST_SHARE * self.budget)
+        return self._result(d, tuple(stages), tuple(planned), parts)
 
     def _with_shared(self, planned: Planned, options: Options) -> Planned:
         """Return a plan whose micro-batches share what they compute alike and keep, as its memory is counted."""
@@ -482,14 +518,11 @@ class _PipelineSearch:
         found = carried(whole.planned, stage.graph, self.stage_mesh, self.stage_cluster, options)
         if found is not None and found.memory.peak_bytes <= budget_bytes(self.stage_cluster, options):
             return found
-        return plan_forms(stage.graph, self.stage_mesh, self.stage_cluster, options)
+        return _plan_or_leanest(stage.graph, self.stage_mesh, self.stage_cluster, options)
 
-    def _result(self, d: _Drawn, stages: tuple[Stage, ...], planned: tuple[Planned, ...]) -> PlannedPipeline:
-        m = d.schedule.micro_batches
-        parts = [
-            parts_of(p.program, p.decisions.graph, self.stage_mesh, self._stage_options(m, 1), self.overlap)
-            for p in planned
-        ]
+    def _result(
+        self, d: _Drawn, stages: tuple[Stage, ...], planned: tuple[Planned, ...], parts: Sequence[Parts]
+    ) -> PlannedPipeline:
         costs = Costs(
             forward=tuple(p.forward for p in parts),
             backward_input=tuple(p.backward_input for p in parts),
@@ -511,7 +544,7 @@ class _PipelineSearch:
             made,
             costs,
             seconds,
-            min(d.whole.bound * m / self.ranks, seconds),
+            min(d.whole.bound * made.micro_batches / self.ranks, seconds),
             peaks,
         )
 
@@ -520,29 +553,34 @@ class _PipelineSearch:
     ) -> tuple[Schedule, tuple[int, ...]]:
         """Return the schedule for these stages, and the peaks of its ranks.
 
-        Where a rank would hold more than the budget, it puts off less of its weights' gradients, or nothing, or has
-        fewer micro-batches in flight: as far as the schedule leaves that open.
+        Where a rank would hold more than the budget, it puts off less of its weights' gradients, or has fewer
+        micro-batches in flight, as far as the schedule leaves that open; in the end it does not split its backward.
         """
         made, lag = d.schedule, list(range(d.schedule.ranks))
         least = self._caps(d.whole, d.starts, costs, made.rank_of, 0.0)
         caps = self._caps(d.whole, d.starts, costs, made.rank_of, self.budget)
+        whole = set[int]()
         while True:
             if made.name == "listed":
                 made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, costs, caps)
             elif made.name == "zb":
                 made = zero_bubble(made.ranks, made.micro_batches, lag)
+            made = made.with_whole_backwards(whole)
             peaks = self._peaks(made, stages, planned, parts)
-            open_ranks = {
-                "listed": {rank for rank, cap in enumerate(caps) if cap > least[rank]},
-                "zb": {rank for rank, number in enumerate(lag) if number >= 0},
-            }.get(made.name, set())
-            over = [rank for rank in sorted(open_ranks) if peaks[rank] > self.budget]
-            if not over:
+            changed = False
+            for rank in (r for r in range(made.ranks) if peaks[r] > self.budget):
+                if made.name == "zb" and lag[rank] > 0:
+                    lag[rank] -= 1
+                elif made.name == "listed" and caps[rank] > least[rank]:
+                    one = min(h for h, r in zip(costs.held, made.rank_of, strict=True) if r == rank)
+                    caps[rank] = max(caps[rank] - max(peaks[rank] - self.budget, one), least[rank])
+                elif any(action.kind == "I" for action in made.order[rank]):
+                    whole.add(rank)
+                else:
+                    continue
+                changed = True
+            if not changed:
                 return made, peaks
-            for rank in over:
-                lag[rank] -= 1
-                one = min(h for h, r in zip(costs.held, made.rank_of, strict=True) if r == rank)
-                caps[rank] = max(caps[rank] - max(peaks[rank] - self.budget, one), least[rank])
 
     def _message_bytes(self, stage: Stage, planned: Planned) -> int:
         """Return the bytes of a rank's part of what goes to the next stage, or of the gradients that come back."""
@@ -600,6 +638,17 @@ class _PipelineSearch:
                 held[s] = before + {"F": parts[s].held, "I": parts[s].kept}.get(kind, 0)
             peaks.append(most)
         return tuple(peaks)
+
+
+def _plan_or_leanest(graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Planned:
+    """Return the plan within the budget or, where there is none, that of the smallest peak that was found."""
+    try:
+        return plan_forms(graph, mesh, cluster, options)
+    except InfeasibleError as error:
+        if error.leanest is None:
+            raise
+        found: Planned = error.leanest()
+        return found
 
 
 class _Alone(NamedTuple):
@@ -708,11 +757,16 @@ def _total(blocks: Sequence[BlockCosts]) -> BlockCosts:
     return sum(blocks, BlockCosts())
 
 
-def _over(peaks: Sequence[int], budget: float, made: Schedule) -> InfeasibleError:
-    rank = max(range(len(peaks)), key=lambda r: peaks[r])
-    return InfeasibleError(
+def _over(found: PlannedPipeline, least: int, budget: float) -> InfeasibleError:
+    """The error where the smallest peak that was found for a pipeline is ``least``."""
+    rank = max(range(len(found.peaks)), key=lambda r: found.peaks[r])
+    made = found.schedule
+    error = InfeasibleError(
         f"Rank {rank} of the pipeline holds more than its memory budget.",
-        found=f"{peaks[rank] / 2**30:.2f} GiB with the schedule {made.name} of {made.micro_batches} micro-batches, "
-        f"budget {budget / 2**30:.2f} GiB",
-        hint="take more stages, more micro-batches, or a larger memory_budget.",
+        found=f"{bytes_text(found.peaks[rank])} with the schedule {made.name} of {made.micro_batches} micro-batches, "
+        f"budget {bytes_text(budget)}",
+        hint="take more stages, more micro-batches, or a larger memory_budget: the smallest that works so far is "
+        f"{bytes_text(least)}: memory_budget={least}.",
     )
+    error.shortfall = Shortfall(budget, {"pipeline": least}, (made.ranks,), late=True)
+    return error

@@ -117,7 +117,7 @@ def _better_of(
         own = plan_graph(graph, mesh, cluster, options, progress, before={Reruns: OtherForm(in_other_form)})
     except InfeasibleError as error:
         if not found:
-            raise min((*refused, error), key=_least_bytes) from None
+            raise min((*refused, error), key=lambda error: error.least_bytes) from None
         return found[0]
     best = min((own, *found), key=lambda p: (p.solution.objective, p.timeline.seconds))
     return _bounded_by_all(best, (own, *found), options)
@@ -128,11 +128,6 @@ def _bounded_by_all(best: Planned, found: Sequence[Planned], options: Options) -
     cost, bound = best.solution.objective, min(p.solution.lower_bound for p in found)
     proven = cost - bound <= options.gap * cost
     return replace(best, solution=replace(best.solution, lower_bound=bound, proven=proven))
-
-
-def _least_bytes(error: InfeasibleError) -> float:
-    """The smallest budget that an error names."""
-    return math.inf if error.shortfall is None else error.shortfall.least_bytes
 
 
 def as_planned(graph: Graph, digest: str, program: Program) -> Graph:

@@ -9,7 +9,8 @@ from autopar.errors import InfeasibleError, Shortfall
 from autopar.ir import Graph, Node
 from autopar.planner.memory.exact import Peak, peak
 from autopar.planner.problem.decide import Decisions
-from autopar.planner.search.state import Search, SearchState
+from autopar.planner.search.candidates import BaselineCandidate, Candidate
+from autopar.planner.search.state import Result, Search, SearchState
 from autopar.program import Program
 from autopar.solver.clock import now
 
@@ -28,7 +29,7 @@ NAMES = {"optimizer": "optimizer state", "step": "temporaries of the optimizer"}
 
 def infeasible(search: Search, state: SearchState) -> InfeasibleError:
     """The error, with the smallest budget that was found to work."""
-    decisions, program = _leanest(search, state)
+    decisions, program = _program(_leanest(search, state))
     least = peak(program, decisions.graph, decisions.mesh, search.options)
     late = state.used_up or now() >= search.ends
     mesh = search.objective.decisions.mesh
@@ -36,9 +37,9 @@ def infeasible(search: Search, state: SearchState) -> InfeasibleError:
     more = f"more time may find smaller ones: time_limit={math.ceil(2 * search.options.time_limit_s)}; " if late else ""
     error = InfeasibleError(
         f"No plan {'was found in time that ' if late else ''}fits the memory budget.",
-        found=f"a budget of {_text(search.budget)} a device on mesh {mesh}; the least{' so far' if late else ''} is "
-        f"{peak_text(least, decisions.graph)}",
-        hint=f"the smallest budget that works{' so far' if late else ''} is {_text(least.bytes)}: "
+        found=f"a budget of {bytes_text(search.budget)} a device on mesh {mesh}; "
+        f"the least{' so far' if late else ''} is {peak_text(least, decisions.graph)}",
+        hint=f"the smallest budget that works{' so far' if late else ''} is {bytes_text(least.bytes)}: "
         f"memory_budget={least.bytes}; {more}"
         + ('search="joint" also shards for the budget.' if two_stage else MORE_RANKS),
     )
@@ -46,14 +47,25 @@ def infeasible(search: Search, state: SearchState) -> InfeasibleError:
     return error
 
 
-def _leanest(search: Search, state: SearchState) -> tuple[Decisions, Program]:
-    """The program of the smallest peak that was found."""
-    found = min((r for r in (state.leanest, state.free) if r is not None), key=lambda r: r.memory.peak_bytes)
-    least, decisions, program = found.memory.peak_bytes, found.objective.decisions, found.program
+def leanest(search: Search, state: SearchState) -> Candidate:
+    """The plan of the smallest peak that was found."""
+    found = _leanest(search, state)
+    return found.candidate if isinstance(found, BaselineCandidate) else search.arranged(found)
+
+
+def _leanest(search: Search, state: SearchState) -> Result | BaselineCandidate:
+    own = min((r for r in (state.leanest, state.free) if r is not None), key=lambda r: r.memory.peak_bytes)
+    found: Result | BaselineCandidate = own
+    least = own.memory.peak_bytes
     for baseline in search.baselines:
         if baseline.estimated_peak_bytes <= least and baseline.peak_bytes < least:
-            least, decisions, program = baseline.peak_bytes, baseline.stated.decisions, baseline.program
-    return decisions, program
+            found, least = baseline, baseline.peak_bytes
+    return found
+
+
+def _program(found: Result | BaselineCandidate) -> tuple[Decisions, Program]:
+    stated = found.stated if isinstance(found, BaselineCandidate) else found.objective
+    return stated.decisions, found.program
 
 
 def peak_text(found: Peak, graph: Graph) -> str:
@@ -61,7 +73,7 @@ def peak_text(found: Peak, graph: Graph) -> str:
     transformer.h.5.mlp: optimizer state 1.40 GiB, ...``."""
     kinds = sorted(found.by_kind, key=lambda kind: -found.by_kind[kind])[:KINDS_NAMED]
     held = ", ".join(_kind_text(found, kind, graph) for kind in kinds)
-    return f"{_text(found.bytes)}, held {_when(found, graph)}: {held}"
+    return f"{bytes_text(found.bytes)}, held {_when(found, graph)}: {held}"
 
 
 def _when(found: Peak, graph: Graph) -> str:
@@ -80,11 +92,11 @@ def _kind_text(found: Peak, kind: str, graph: Graph) -> str:
     by_module: dict[str, int] = {}
     for module, size in _of_kind(found, kind, graph):
         by_module[module] = by_module.get(module, 0) + size
-    whole, text = found.by_kind[kind], f"{NAMES.get(kind, kind)} {_text(found.by_kind[kind])}"
+    whole, text = found.by_kind[kind], f"{NAMES.get(kind, kind)} {bytes_text(found.by_kind[kind])}"
     module = max(by_module, key=lambda m: by_module[m], default="")
     if not module or by_module[module] < LAYER_SHARE * whole:
         return text
-    return f"{text} ({_text(by_module[module])} of {module})"
+    return f"{text} ({bytes_text(by_module[module])} of {module})"
 
 
 def _of_kind(found: Peak, kind: str, graph: Graph) -> Iterator[tuple[str, int]]:
@@ -101,7 +113,7 @@ def _module(node: Node, graph: Graph) -> str:
     return meaning.name.rpartition(".")[0] if meaning.kind in ("parameter", "buffer", "accumulator") else ""
 
 
-def _text(size: float) -> str:
+def bytes_text(size: float) -> str:
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.garbage import collected_later
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
@@ -29,7 +29,7 @@ from autopar.planner.search.candidates import (
     settled,
     undominated,
 )
-from autopar.planner.search.infeasible import infeasible
+from autopar.planner.search.infeasible import infeasible, leanest
 from autopar.planner.search.phases import (
     Baselines,
     Exact,
@@ -172,20 +172,27 @@ def _planned(
     search.timings["build"] = built - listed
     search.timings["baselines"] = time.perf_counter() - built
     state = run_phases(search, SearchState(), phases)
-    best = compared[0].candidate if options.search.startswith("baseline") else choose(search, state)
     search.timings["strategies"] = listed - started
-    looked_at = [b for b in search.baselines if options.compare or "candidate" in vars(b)]
-    return Planned(
-        best.program,
-        best.decisions,
-        best.solution,
-        best.memory,
-        best.timeline,
-        search.timings,
-        notices,
-        tuple(b.candidate.record(search.budget) for b in looked_at),
-        state.trace,
-    )
+
+    def planned(best: Candidate) -> Planned:
+        looked_at = [b for b in search.baselines if options.compare or "candidate" in vars(b)]
+        return Planned(
+            best.program,
+            best.decisions,
+            best.solution,
+            best.memory,
+            best.timeline,
+            search.timings,
+            notices,
+            tuple(b.candidate.record(search.budget) for b in looked_at),
+            state.trace,
+        )
+
+    try:
+        return planned(compared[0].candidate if options.search.startswith("baseline") else choose(search, state))
+    except InfeasibleError as error:
+        error.leanest = lambda: planned(leanest(search, state))
+        raise
 
 
 def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> SearchState:
