@@ -61,11 +61,17 @@ class Free:
         return True
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        tight = bool(search.baselines) and search.fitting_way is None
         began = now()
         enough = until if search.budget == math.inf else began + settings.FREE_SHARE * (until - began)
         seeds = tuple(b.choice for b in search.baselines)
         gap = state.wanted_gap(search)
-        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=gap)
+        coarse_at = began + settings.FREE_FINE_SHARE * (until - began)
+
+        def coarser(_: float) -> float:
+            return max(gap, settings.FREE_GAP) if tight and now() > coarse_at else gap
+
+        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=coarser)
         bound = free.solution.lower_bound
         wide = relative_gap(free.cost, bound) > search.worthless_gap(free.cost)
         if free.memory.peak_bytes <= search.budget and wide and enough < until:
@@ -97,7 +103,7 @@ class Baselines:
         return state.best is None and bool(search.baselines)
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        fitting = next((b for b in search.baselines if b.fits(search.budget)), None)
+        fitting = search.fitting_way
         if fitting is None:
             return state
         search.report(f"{fitting.name}: {fitting.candidate.timeline.seconds * 1e3:.4g} ms")
@@ -188,7 +194,7 @@ class KnownShardings:
             yield sharded(free[2])
         if self.only_free:
             return
-        known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.baselines)]
+        known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.known_ways)]
         lean = settings.LEAN * min(peak for peak, _, _ in known)
         ranked: list[tuple[float, float, Callable[[], tuple[float, Open]]]] = []
         among, still = (axes_as_one(plain.decisions), axes_as_one(joint)) if together else (None, None)

@@ -76,7 +76,7 @@ def solve_round(
     until: float,
     *,
     seeds: Sequence[Choice] = (),
-    gap: float = 0.0,
+    gap: float | Gap = 0.0,
     reweigh: float | None = None,
     boundaries: Collection[int] = (),
 ) -> tuple[Result, SearchState]:
@@ -120,7 +120,7 @@ def _solve(
     active: ActiveSet | None,
     until: float,
     seeds: Sequence[Choice],
-    gap: float,
+    gap: float | Gap,
     reweigh: float | None,
     boundaries: Collection[int],
 ) -> tuple[Solution, SearchState]:
@@ -128,7 +128,8 @@ def _solve(
     extended = asked
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
     most = 1 if active is not None and reweigh is None else MAX_SOLVES
-    reweighed = search.ending_gap(max(gap, reweigh or 0.0))
+    ends = search.ending_gap(gap)
+    reweighed = ends if reweigh is None else lambda cost: max(ends(cost), reweigh)
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
         nonlocal prices_of_memory, basis, extended
@@ -142,7 +143,7 @@ def _solve(
             problem,
             time_limit=max(left_s, LEAST_S),
             backend=search.options.solver,
-            gap=search.ending_gap(gap),
+            gap=ends,
             warm_starts=begin,
             usage_prices=prices_of_memory,
             basis=basis,

@@ -205,7 +205,8 @@ def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> S
         if isinstance(phase, SmallestPeak):
             until = now() + search.smallest_peak_s
         else:
-            reserved = 0.0 if math.isfinite(state.cost) or state.free is None else search.smallest_peak_s
+            needless = math.isfinite(state.cost) or state.free is None or isinstance(phase, Layers)
+            reserved = 0.0 if needless else search.smallest_peak_s
             until = min(search.ends - reserved, state.worth_until(search))
         if now() >= until and state.free is not None:
             continue

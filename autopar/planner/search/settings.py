@@ -20,6 +20,15 @@ FREE_SHARE = 0.4
 """Share of the work for the optimum without a budget, which gets the rest once it fits: of 12 layers of Gemma 2, whose
 attention is written out, it took all work to lower a gap of 1.8 %, and no plan was found."""
 
+FREE_GAP, FREE_FINE_SHARE = 0.01, 0.1
+"""Relative gap at which the optimum without a budget is good enough where no known way to train fits, once so much of
+the work has gone to it. Llama 3 405B on 64 GPUs had a gap of .5 % after half of the work that took it to .3 %, and the
+search within the budget had none left."""
+
+KNOWN_WAYS_TIMES = 4.0
+"""Times the cheapest known way to train that another one may cost and still be measured before there is a plan. One of
+Llama 3 405B that costs 9 times the cheapest has no equal layers, and took a tenth of the work."""
+
 JOINT_ROUNDS, PER_OPTION_ROUNDS = 12, 40
 """Rounds of the joint problem at most: with margins for all options, and with margins for one option each."""
 

@@ -26,7 +26,7 @@ from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.offload_order import offloading_first
 from autopar.plans.records import SearchRecord
 from autopar.program import Program
-from autopar.solver import Basis, Gap, Solution, UsagePrices
+from autopar.solver import Basis, Gap, Solution, UsagePrices, gap_of
 from autopar.solver.clock import now
 
 Choice = tuple[int, ...]
@@ -121,9 +121,21 @@ class Search:
         """Arrangements of the collectives of ``result``."""
         return self._memo.of("tried", (result,), lambda: Candidate.tried(result.program, self.prices, self.options))
 
-    def ending_gap(self, least: float) -> Gap:
+    @cached_property
+    def known_ways(self) -> Sequence[BaselineCandidate]:
+        """The baselines that are worth a look, the cheapest first: to measure a program takes long."""
+        most_s = settings.KNOWN_WAYS_TIMES * min((b.objective for b in self.baselines), default=0.0)
+        return [b for b in self.baselines if b.objective <= most_s]
+
+    @cached_property
+    def fitting_way(self) -> BaselineCandidate | None:
+        """The cheapest of these that fits."""
+        return next((b for b in self.known_ways if b.fits(self.budget)), None)
+
+    def ending_gap(self, least: float | Gap) -> Gap:
         """The relative gap at which a solve ends: ``least``, or that at which it pays to end."""
-        return lambda cost: max(least, self.worthless_gap(cost))
+        wanted = gap_of(least)
+        return lambda cost: max(wanted(cost), self.worthless_gap(cost))
 
     def worthless_gap(self, cost: float) -> float:
         """The relative gap at which it pays to end: that which was asked, or that at which a run of

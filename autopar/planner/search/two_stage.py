@@ -104,13 +104,15 @@ def axes_as_one(d: Decisions) -> tuple[tuple[int, ...], ...] | None:
 
 def recomputed(d: Decisions, still: Open, kept: Collection[int]) -> Open:
     """What of ``still`` stays open where the hold variables ``kept`` keep their values, and all others recompute them,
-    as far as that is possible and the backward needs them."""
+    as far as that is possible and the backward needs them. What the forward gathered, the backward gathers again."""
     found = list(still)
     for i, v in enumerate(d.variables):
         if v.kind == "hold":
             wanted = KEEP if i in kept else RECOMPUTE
             if wanted in v.actions:
                 found[i] = tuple(o for o, action in enumerate(v.actions) if action in (wanted, ABSENT))
+        elif not all(v.kept):
+            found[i] = tuple(o for o, kept_gathered in enumerate(v.kept) if not kept_gathered)
     return tuple(found)
 
 
