@@ -144,6 +144,52 @@ class Rules:
         return state
 
 
+def lean_first(
+    search: Search, state: SearchState, *, only_free: bool = False, together: bool = True
+) -> Iterator[tuple[float, Open]]:
+    """The known shardings, each with its cost without a budget: of the free optimum where that holds hardly more
+    than the budget, then the cheapest of those that hold little, then by what they hold. What holds much has much
+    to recompute and offload, which takes long to plan and costs more.
+
+    Args:
+        only_free: whether those of the free optimum are all.
+        together: whether any that take the axes as one are among them.
+    """
+    assert state.free is not None and state.joint is not None
+    plain, joint = search.objective, state.joint.decisions
+
+    def sharded(choice: Choice) -> tuple[float, Open]:
+        return plain.seconds(choice), sharded_as(plain.decisions, choice, joint)
+
+    free = state.free.memory.peak_bytes, state.free.cost, state.free.solution.choice
+    if only_free or state.nearly_fits(search):
+        yield sharded(free[2])
+    if only_free:
+        return
+    known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.known_ways)]
+    lean = settings.LEAN * min(peak for peak, _, _ in known)
+    ranked: list[tuple[float, float, Callable[[], tuple[float, Open]]]] = []
+    among, still = (axes_as_one(plain.decisions), axes_as_one(joint)) if together else (None, None)
+    least_s = _together(search, among)
+    if among is not None and still is not None and least_s is not None:
+        # Fully sharded ones are among them, so they count as lean. The best may cost less, by the gap.
+        ranked.append((lean, least_s / (1 + settings.KNOWN_GAP), lambda: (least_s, still)))
+        # A known sharding that takes the axes as one need not be tried by itself.
+        known = [k for k in known if not all(o in options for o, options in zip(k[2], among, strict=True))]
+    ranked += [(max(peak, lean), cost, partial(sharded, choice)) for peak, cost, choice in known]
+    for _, _, way in sorted(ranked, key=itemgetter(0, 1)):
+        yield way()
+
+
+def _together(search: Search, among: Open | None) -> float | None:
+    """The cost without a budget of the best shardings ``among`` those that take the axes as one."""
+    if among is None:
+        return None
+    problem, left_s = search.objective.problem(), max(search.ends - now(), 0.0)
+    choice = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
+    return None if choice is None else search.objective.seconds(choice)
+
+
 @dataclass(frozen=True)
 class KnownShardings:
     """What to keep, recompute and offload with the shardings of the free optimum, of a baseline, or with any that take
@@ -164,7 +210,7 @@ class KnownShardings:
         enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
         tried: set[tuple[object, ...]] = set()
         first_s = state.cost  # of layers that are recomputed, where no baseline fits: that is hardly decent
-        for seconds, still in self.lean_first(search, state):
+        for seconds, still in lean_first(search, state, only_free=self.only_free):
             decent = math.isfinite(state.cutoff) or state.cost < first_s
             until = min(until, state.worth_until(search), enough if decent else until)
             if now() > until or state.is_done(search):
@@ -174,47 +220,6 @@ class KnownShardings:
             tried.add(still)
             state = self._kept(search, state, still, until)
         return state
-
-    def lean_first(self, search: Search, state: SearchState, *, together: bool = True) -> Iterator[tuple[float, Open]]:
-        """The known shardings, each with its cost without a budget: of the free optimum where that holds hardly more
-        than the budget, then the cheapest of those that hold little, then by what they hold. What holds much has much
-        to recompute and offload, which takes long to plan and costs more.
-
-        Args:
-            together: whether any that take the axes as one are among them.
-        """
-        assert state.free is not None and state.joint is not None
-        plain, joint = search.objective, state.joint.decisions
-
-        def sharded(choice: Choice) -> tuple[float, Open]:
-            return plain.seconds(choice), sharded_as(plain.decisions, choice, joint)
-
-        free = state.free.memory.peak_bytes, state.free.cost, state.free.solution.choice
-        if self.only_free or state.nearly_fits(search):
-            yield sharded(free[2])
-        if self.only_free:
-            return
-        known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.known_ways)]
-        lean = settings.LEAN * min(peak for peak, _, _ in known)
-        ranked: list[tuple[float, float, Callable[[], tuple[float, Open]]]] = []
-        among, still = (axes_as_one(plain.decisions), axes_as_one(joint)) if together else (None, None)
-        least_s = self._together(search, among)
-        if among is not None and still is not None and least_s is not None:
-            # Fully sharded ones are among them, so they count as lean. The best may cost less, by the gap.
-            ranked.append((lean, least_s / (1 + settings.KNOWN_GAP), lambda: (least_s, still)))
-            # A known sharding that takes the axes as one need not be tried by itself.
-            known = [k for k in known if not all(o in options for o, options in zip(k[2], among, strict=True))]
-        ranked += [(max(peak, lean), cost, partial(sharded, choice)) for peak, cost, choice in known]
-        for _, _, way in sorted(ranked, key=itemgetter(0, 1)):
-            yield way()
-
-    def _together(self, search: Search, among: Open | None) -> float | None:
-        """The cost without a budget of the best shardings ``among`` those that take the axes as one."""
-        if among is None:
-            return None
-        problem, left_s = search.objective.problem(), max(search.ends - now(), 0.0)
-        choice = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
-        return None if choice is None else search.objective.seconds(choice)
 
     def _kept(self, search: Search, state: SearchState, still: Open, until: float) -> SearchState:
         """With a margin everywhere, where a plan is there soon, and then as much less of it as the plan does not need;
@@ -285,7 +290,7 @@ class Layers:
         if until - now() < settings.LAYERS_TIMES * state.listed_s:
             return state
         kept = layer_boundaries(objective.decisions, objective.runs)
-        lean = KnownShardings().lean_first(search, state, together=False)
+        lean = lean_first(search, state, together=False)
         for _, still in itertools.islice(lean, settings.LAYERS_MOST):
             if state.best is not None or now() > until:
                 break
