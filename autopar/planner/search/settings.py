@@ -14,7 +14,8 @@ and at most this share of the limit."""
 
 SMALLEST_PEAK_SHARE, SMALLEST_PEAK_LEAST_S = 0.25, 0.5
 """Work kept back for the smallest peak, which is searched where no plan is found: a share of the limit, and at least
-these seconds. An error names the budget that it finds, and a search with that budget has as much work for it."""
+these seconds. Only layers recomputed whole may use it, which hold little themselves. An error names the budget that it
+finds, and a search with that budget has as much work for it."""
 
 FREE_SHARE = 0.4
 """Share of the work for the optimum without a budget, which gets the rest once it fits: of 12 layers of Gemma 2, whose
@@ -44,8 +45,9 @@ LAYERS_MOST = 2
 half of the free peak, and they took the work for known shardings under constraints, which did."""
 
 LAYERS_TIMES = 4.0
-"""Times the work of listing the decisions that is left at least when that is begun: each takes 1 to 3 times that. Llama
-3 405B on 64 GPUs of a rack had .6 times that left, and known shardings under constraints nothing after it."""
+"""Times the work of listing the decisions that is left at least when that is begun: each takes 1 to 3 times that. While
+work was kept back from it, Llama 3 405B on 64 GPUs of a rack had .6 times that left, and known shardings nothing
+after it."""
 
 KNOWN_GAP, REPAIR_GAP = 0.01, 1e-3
 """Relative gap at which a problem with fixed shardings is solved: another phase follows the first, none the second."""
