@@ -215,6 +215,7 @@ class _Room:
         return sum(self.resident[t] for t, r in enumerate(self.rank_of) if r == rank and t != stage)
 
     def count_beside(self, found: PlannedPipeline) -> None:
+        """Count what each rank held in ``found`` beyond the peak of a stage and what its others hold meanwhile."""
         for rank, peak in enumerate(found.peaks):
             mine = (s for s, r in enumerate(self.rank_of) if r == rank)
             known = max(found.planned[s].memory.peak_bytes + self._of_others(s) for s in mine)
@@ -449,7 +450,7 @@ class _PipelineSearch:
         """Plan the stages; again with less for each, where a rank holds more than its stages by themselves.
 
         Raises:
-            InfeasibleError: a stage, or a rank, holds more than the budget.
+            InfeasibleError: a rank holds more than the budget.
         """
         room = _Room.estimated(d, self.budget)
         least = sys.maxsize
