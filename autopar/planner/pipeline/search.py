@@ -309,7 +309,8 @@ class _PipelineSearch:
         graph = with_gradient_sums(micro.graph, m * self.options.accumulation_steps, self.options.dtype_of("reduce"))
         places, options = seams(micro.graph), self._stage_options(m, self.ranks)
         if budget is None:
-            options = replace(options, memory_budget_bytes=UNLIMITED)
+            limit_s = self.options.time_limit_s * FREE_SHARE
+            options = replace(options, memory_budget_bytes=UNLIMITED, time_limit_s=limit_s)
             by_hand = options.search.startswith("baseline")
             planned = plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=by_hand)
         else:
@@ -493,10 +494,9 @@ class _PipelineSearch:
                     **specs,
                 },
             )
-            found = self._stage(d.whole, summing, options)
+            found = self._with_shared(self._stage(d.whole, summing, options), options)
             if found.memory.peak_bytes > room.left_for(s):
                 room.least[s] = found.memory.peak_bytes
-            found = self._with_shared(found, options)
             one = self._stage_options(m, 1)
             parts.append(parts_of(found.program, found.decisions.graph, self.stage_mesh, one, self.overlap))
             room.resident[s] = _static_bytes(found, self.stage_mesh, one) + flying[s] * parts[s].held
