@@ -12,10 +12,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.mesh import Cluster
+from autopar.mesh import Cluster, Mesh
 from autopar.pipelines.messages import Message, waiting
 from autopar.pipelines.orders import schedule
+from autopar.planner import Options, plan_graph
+from autopar.planner.pipeline.carry import SAME_CHOICES, SAME_SHARDINGS, carried
 from autopar.plans.pipeline import PipelinePlan
+from autopar.tracer import ColoTracer
 from tests.cpu.capture_checks import eager
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.cpu.test_copied_parts import ROWS, WIDTH, Stack
@@ -152,3 +155,20 @@ def test_what_a_rank_sent_waits_until_its_receiver_is_known_to_have_it() -> None
     assert [m.kind for m in coming["0F2"]] == ["B"]
     last = [(str(action), going) for action, _, going in waiting(made.order, made.rank_of, 1)]
     assert [len(going) for action, going in last if action.startswith("1B")] == [0, 1, 2]
+
+
+def test_a_stage_is_held_otherwise_than_the_whole_where_it_does_not_fit_so() -> None:
+    """Its shardings are those of the whole, and what is kept, recomputed and offloaded is chosen anew."""
+    capture = ColoTracer().capture(Stack(), {"x": torch.zeros(ROWS, WIDTH)})
+    cluster, options = without_offloading(4), Options(optimizer="sgd", memory_budget_bytes=2**40)
+    whole = plan_graph(capture.graph, Mesh((4,)), cluster, options)
+    asked = (whole, capture.graph, Mesh((4,)), cluster)
+    same = carried(*asked, options)
+    assert same is not None and same.solution.method == SAME_CHOICES
+    budget = int(0.85 * same.memory.peak_bytes)
+    held = carried(*asked, replace(options, memory_budget_bytes=budget))
+    assert held is not None and held.solution.method == SAME_SHARDINGS
+    assert held.memory.peak_bytes <= budget
+    specs = [{op.node: t.spec for op in p.program.ops for t in op.writes} for p in (same, held)]
+    assert all(specs[1][name] == spec for name, spec in specs[0].items() if name in capture.graph.input_of)
+    assert carried(*asked, replace(options, memory_budget_bytes=1)) is None

@@ -24,6 +24,7 @@ from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.search.candidates import Candidate, budget_bytes
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.search import Planned
+from autopar.program import Program
 from autopar.solver import Solution, fold
 
 MAX_DISTANCE = 4
@@ -43,31 +44,66 @@ def replan_nearby(
         limit_s: seconds for each round.
     """
     d = decide(graph, mesh, options, resolve(graph, mesh, options.constraints, options.aliases), recompute=True)
-    prices, budget = Prices(mesh, cluster, options.backend, options.decomposed), budget_bytes(cluster, options)
-    objective, kept = Objective(d, prices), _open_options(planned, d)
+    objective, kept = (
+        Objective(d, Prices(mesh, cluster, options.backend, options.decomposed)),
+        _open_options(planned, d),
+    )
+    budget = budget_bytes(cluster, options)
     active_set = ActiveSet(d, options)
     active_set.add_peaks_of(planned.program, planned.memory.timeline, budget, objective.depth)
+    found = solved_within(objective, kept, active_set, options, budget, limit_s, "near another plan")
+    return None if found is None else as_candidate(planned, found)
+
+
+def solved_within(
+    objective: Objective,
+    kept: Kept,
+    active_set: ActiveSet,
+    options: Options,
+    budget: float,
+    limit_s: float,
+    method: str,
+) -> Candidate | None:
+    """Return the best choice among the options ``kept`` whose program fits; None where none is found.
+
+    Args:
+        limit_s: seconds for each round.
+    """
+    d = objective.decisions
     for _ in range(MAX_ROUNDS):
-        problem = objective.problem(active_set.usages(), budget)
-        choice = solve_sliced(problem, kept, limit_s, options.solver, options.gap, fold)
-        if choice is None:
+        problem = active_set.extend(objective.problem(active_set.usages(), budget))
+        still = [*kept, *(np.arange(len(costs)) for costs in problem.costs[len(kept) :])]
+        solved = solve_sliced(problem, still, limit_s, options.solver, options.gap, fold)
+        if solved is None:
             return None
-        program, memory = scheduled(d, choice, prices, options, budget)
+        choice = active_set.restrict(solved)
+        program, memory = scheduled(d, choice, objective.prices, options, budget)
         if memory.peak_bytes <= budget:
-            cost = objective.seconds(choice) + copied_seconds(program)
-            solution = Solution(choice, cost, 0.0, proven=False, method="near another plan")
-            found = Candidate.of("near", d, solution, program, prices, options)
-            return replace(
-                planned,
-                program=found.program,
-                decisions=d,
-                solution=solution,
-                memory=found.memory,
-                timeline=found.timeline,
-            )
+            return candidate_of(objective, choice, program, options, method)
         if not active_set.separate(choice, program, memory.timeline, budget):
             return None
     return None
+
+
+def candidate_of(
+    objective: Objective, choice: Sequence[int], program: Program, options: Options, method: str
+) -> Candidate:
+    """Return a choice, scheduled as ``program``, as a complete plan without a bound."""
+    cost = objective.seconds(choice) + copied_seconds(program)
+    solution = Solution(tuple(choice), cost, 0.0, proven=False, method=method)
+    return Candidate.of(method, objective.decisions, solution, program, objective.prices, options)
+
+
+def as_candidate(planned: Planned, found: Candidate) -> Planned:
+    """Return the plan ``found`` with what else is known of ``planned``."""
+    return replace(
+        planned,
+        program=found.program,
+        decisions=found.decisions,
+        solution=found.solution,
+        memory=found.memory,
+        timeline=found.timeline,
+    )
 
 
 def _open_options(planned: Planned, d: Decisions) -> Kept:

@@ -1,37 +1,45 @@
-"""The plan of a stage with the choices of the plan of the whole model."""
+"""The plan of a stage with the choices, or the shardings, of the plan of the whole model."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.answers.nearby import same_option
+from autopar.planner.answers.nearby import as_candidate, candidate_of, same_option, solved_within
 from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
-from autopar.planner.problem.decide import decide
-from autopar.planner.problem.restricted import solve_sliced
-from autopar.planner.schedule.copied_parts import copied_seconds
-from autopar.planner.search.candidates import Candidate, budget_bytes
+from autopar.planner.problem.decide import Decisions, decide
+from autopar.planner.problem.restricted import Kept, solve_sliced
+from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.forms import for_kernels
 from autopar.planner.search.search import Planned
-from autopar.solver import Solution, fold
+from autopar.solver import fold
 
 LIMIT_S = 5.0
-"""Seconds for what the whole plan leaves open: the boundaries of the stage."""
+"""Seconds for what the whole plan leaves open: the boundaries of the stage, and each round of what is to be held."""
+
+SAME_CHOICES, SAME_SHARDINGS = "choices of the whole model", "shardings of the whole model"
+"""The methods by which a stage is planned, as its solution tells."""
+
+HOW_HELD = frozenset({"copy", "hold", "rerun"})
+"""Kinds of variables that say how values are held and handed on, and not how they are sharded."""
 
 
 def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Planned | None:
-    """Return the plan of ``graph``, a part of what ``planned`` plans, with the same choices; None if they do not fit
-    together with ``options.constraints``, or hold more than the budget.
+    """Return the plan of ``graph``, a part of what ``planned`` plans, with the same choices or, where they hold more
+    than the budget, with the same shardings; None if they do not fit together with ``options.constraints``, or nothing
+    fits.
 
     What is not decided in ``planned``, such as the spec of what crosses a seam, is decided anew.
     """
@@ -43,30 +51,31 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
     d = decide(graph, mesh, options, forced, recompute=planned.decisions.recomputes)
     prices, budget = Prices(mesh, cluster, options.backend, options.decomposed), budget_bytes(cluster, options)
     objective = Objective(d, prices)
-    same = [same_option(planned.decisions, planned.solution.choice, v) for v in d.variables]
-    kept = [np.arange(len(v.options)) if o is None else np.array([o]) for v, o in zip(d.variables, same, strict=True)]
-    choice = solve_sliced(objective.problem(), kept, LIMIT_S, options.solver, options.gap, fold)
-    if choice is None:
+    choice = solve_sliced(objective.problem(), _same(planned, d), LIMIT_S, options.solver, options.gap, fold)
+    if choice is None or not math.isfinite(objective.seconds(choice)):
         return None
     program, memory = scheduled(d, choice, prices, options, budget)
-    if memory.peak_bytes > budget:
-        return None
-    cost = objective.seconds(choice) + copied_seconds(program)
-    if not math.isfinite(cost):
-        return None
-    solution = Solution(choice, cost, 0.0, proven=False, method="choices of the whole model")
-    found = Candidate.of("carried", d, solution, program, prices, options)
-    return replace(
-        planned,
-        program=found.program,
-        decisions=d,
-        solution=solution,
-        memory=found.memory,
-        timeline=found.timeline,
-        timings=dict(planned.timings),
-        baselines=(),
-        trace=(),
-    )
+    if memory.peak_bytes <= budget:
+        found = candidate_of(objective, choice, program, options, SAME_CHOICES)
+    else:
+        if not d.recomputes:
+            objective = Objective(decide(graph, mesh, options, forced, recompute=True), prices)
+        active = ActiveSet(objective.decisions, options)
+        active.add_peaks_of(program, memory.timeline, budget, objective.depth)
+        shardings = _same(planned, objective.decisions, HOW_HELD)
+        left_s = min(LIMIT_S, options.time_limit_s)
+        held = solved_within(objective, shardings, active, options, budget, left_s, SAME_SHARDINGS)
+        if held is None:
+            return None
+        found = held
+    return replace(as_candidate(planned, found), timings=dict(planned.timings), baselines=(), trace=())
+
+
+def _same(planned: Planned, d: Decisions, but: Collection[str] = ()) -> Kept:
+    """Return for each variable the option of ``planned``, or all where it has none, or is of a kind of ``but``."""
+    chosen = planned.solution.choice
+    same = [None if v.kind in but else same_option(planned.decisions, chosen, v) for v in d.variables]
+    return [np.arange(len(v.options)) if o is None else np.array([o]) for v, o in zip(d.variables, same, strict=True)]
 
 
 def _shared(planned: Planned, graph: Graph) -> int:

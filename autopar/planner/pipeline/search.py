@@ -3,7 +3,8 @@
 One plan of the whole model for one micro-batch, on the mesh of a stage, tells the seconds and bytes of every block. A
 stage's optimum is affine in its blocks, so that sums of these are what any cut costs. The model is cut so that no rank
 takes longer than need be, each schedule is simulated exactly with the stages' own seconds, and those of the shortest
-are planned stage by stage. A stage takes the choices of the whole plan where they fit, else it is searched.
+are planned stage by stage. A stage takes the choices of the whole plan where they fit; else its shardings, with what is
+kept, recomputed and offloaded chosen anew, or what a search of the stage finds, if that is shorter.
 
 The whole model with as many micro-batches in flight as there are ranks, on a device that has the memory of all ranks
 of the pipeline, holds what the ranks hold together. Where no pipeline fits, the whole is planned for that budget.
@@ -38,7 +39,7 @@ from autopar.planner.memory.exact import profile
 from autopar.planner.memory.lifetimes import held_throughout
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
-from autopar.planner.pipeline.carry import carried
+from autopar.planner.pipeline.carry import SAME_CHOICES, carried
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.parts import Parts, parts_of, weight_ops
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
@@ -46,9 +47,10 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import those_that_apply
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.candidates import budget_bytes
-from autopar.planner.search.forms import plan_forms
+from autopar.planner.search.forms import LEAST_S, plan_forms
 from autopar.planner.search.infeasible import bytes_text
 from autopar.planner.search.search import Planned, plan_graph
+from autopar.planner.search.settings import ROUND_SHARE
 from autopar.planner.search.state import Progress
 from autopar.program import LocalTensor
 from autopar.solver.clock import limited, now
@@ -432,11 +434,11 @@ class _PipelineSearch:
         ends = now() + (1 - WHOLE_SHARE) * self.options.time_limit_s
         best: PlannedPipeline | None = None
         refused: list[InfeasibleError] = []
-        for i, d in enumerate(ranked[:TRIED]):
-            if best is not None and (d.seconds >= best.seconds or now() > ends):
+        for d in ranked[:TRIED]:
+            if (best is not None and d.seconds >= best.seconds) or ((best is not None or refused) and now() > ends):
                 break
             try:
-                found = self._with_stages(d, max((ends - now()) / (min(TRIED, len(ranked)) - i), 1.0))
+                found = self._with_stages(d, ends)
             except InfeasibleError as error:
                 refused.append(error)
                 continue
@@ -447,8 +449,11 @@ class _PipelineSearch:
         others = {str(d): d.seconds for d in sorted(drawn, key=lambda d: -d.seconds)}
         return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])[:CONSIDERED]))
 
-    def _with_stages(self, d: _Drawn, time_limit_s: float) -> PlannedPipeline:
+    def _with_stages(self, d: _Drawn, ends: float) -> PlannedPipeline:
         """Plan the stages; again with less for each, where a rank holds more than its stages by themselves.
+
+        Args:
+            ends: on ``clock.now``.
 
         Raises:
             InfeasibleError: a rank holds more than the budget.
@@ -456,7 +461,7 @@ class _PipelineSearch:
         room = _Room.estimated(d, self.budget)
         least = sys.maxsize
         for _ in range(ROUNDS):
-            found = self._within(d, room, time_limit_s / ROUNDS)
+            found = self._within(d, room, now() + ROUND_SHARE * max(ends - now(), 0.0))
             least = min(least, max(found.peaks))
             if least <= self.budget:
                 return found
@@ -465,7 +470,7 @@ class _PipelineSearch:
                 break  # nothing would be planned otherwise
         raise _over(found, least, self.budget)
 
-    def _within(self, d: _Drawn, room: _Room, time_limit_s: float) -> PlannedPipeline:
+    def _within(self, d: _Drawn, room: _Room, ends: float) -> PlannedPipeline:
         """Plan the stages in turn, each within what the other stages of its rank leave, or as small as was found
         where that is more, and tell ``room`` of it.
         """
@@ -487,7 +492,7 @@ class _PipelineSearch:
             options = replace(
                 self._stage_options(m, flying[s]),
                 memory_budget_bytes=int(room.left_for(s)),
-                time_limit_s=time_limit_s / len(graphs),
+                time_limit_s=max((ends - now()) / (len(graphs) - s), LEAST_S),
                 constraints={
                     **those_that_apply(summing.graph, self.options.constraints, self.options.aliases),
                     **tied,
@@ -516,10 +521,16 @@ class _PipelineSearch:
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
     def _stage(self, whole: _Whole, stage: Stage, options: Options) -> Planned:
+        """Plan a stage as the whole is planned, where that fits; else with its shardings and, while time is left, anew,
+        whichever is shorter."""
+        ends = now() + options.time_limit_s
         found = carried(whole.planned, stage.graph, self.stage_mesh, self.stage_cluster, options)
-        if found is not None and found.memory.peak_bytes <= budget_bytes(self.stage_cluster, options):
+        if found is not None and (found.solution.method == SAME_CHOICES or now() > ends):
             return found
-        return _plan_or_leanest(stage.graph, self.stage_mesh, self.stage_cluster, options)
+        other = _plan_or_leanest(stage.graph, self.stage_mesh, self.stage_cluster, options)
+        plans = [p for p in (found, other) if p is not None]
+        budget = budget_bytes(self.stage_cluster, options)
+        return min(plans, key=lambda p: (p.memory.peak_bytes > budget, p.timeline.seconds))
 
     def _result(
         self, d: _Drawn, stages: tuple[Stage, ...], planned: tuple[Planned, ...], parts: Sequence[Parts]
