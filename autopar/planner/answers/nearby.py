@@ -44,15 +44,12 @@ def replan_nearby(
         limit_s: seconds for each round.
     """
     d = decide(graph, mesh, options, resolve(graph, mesh, options.constraints, options.aliases), recompute=True)
-    objective, kept = (
-        Objective(d, Prices(mesh, cluster, options.backend, options.decomposed)),
-        _open_options(planned, d),
-    )
-    budget = budget_bytes(cluster, options)
+    objective = Objective(d, Prices(mesh, cluster, options.backend, options.decomposed))
+    kept, budget = _open_options(planned, d), budget_bytes(cluster, options)
     active_set = ActiveSet(d, options)
     active_set.add_peaks_of(planned.program, planned.memory.timeline, budget, objective.depth)
     found = solved_within(objective, kept, active_set, options, budget, limit_s, "near another plan")
-    return None if found is None else as_candidate(planned, found)
+    return None if found is None else with_candidate(planned, found)
 
 
 def solved_within(
@@ -94,8 +91,8 @@ def candidate_of(
     return Candidate.of(method, objective.decisions, solution, program, objective.prices, options)
 
 
-def as_candidate(planned: Planned, found: Candidate) -> Planned:
-    """Return the plan ``found`` with what else is known of ``planned``."""
+def with_candidate(planned: Planned, found: Candidate) -> Planned:
+    """Return the plan of ``found``, with what ``planned`` tells beside its own."""
     return replace(
         planned,
         program=found.program,

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
-from autopar.planner.answers.nearby import as_candidate, candidate_of, same_option, solved_within
+from autopar.planner.answers.nearby import candidate_of, same_option, solved_within, with_candidate
 from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
 from autopar.planner.memory.active_set import ActiveSet
@@ -68,7 +68,7 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
         if held is None:
             return None
         found = held
-    return replace(as_candidate(planned, found), timings=dict(planned.timings), baselines=(), trace=())
+    return replace(with_candidate(planned, found), timings=dict(planned.timings), baselines=(), trace=())
 
 
 def _same(planned: Planned, d: Decisions, but: Collection[str] = ()) -> Kept:
