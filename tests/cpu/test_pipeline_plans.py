@@ -144,6 +144,11 @@ def test_a_budget_is_never_exceeded(plan: PipelinePlan, share: float) -> None:
     assert made.peak_memory <= budget
 
 
+def test_a_budget_that_nothing_fits_is_refused() -> None:
+    with pytest.raises(AutoparError, match="hint:"):
+        planned(memory_budget=2000)
+
+
 def test_pipelines_by_hand_stand_beside_the_plan() -> None:
     compared = autopar.compare(Model(), inputs(), {"pp": 2, "dp": 2}, "dgx-h100", pipeline=Pipeline(micro_batches=4))
     names = [row.name for row in compared.baselines]

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.memory.active_set import ActiveSet
@@ -19,13 +17,14 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import Decisions, Variable, decide
-from autopar.planner.problem.restricted import Kept, solve_sliced
 from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.search.candidates import Candidate, budget_bytes
 from autopar.planner.search.fitting import scheduled
+from autopar.planner.search.rounds import solve_open
 from autopar.planner.search.search import Planned
+from autopar.planner.search.two_stage import Open
 from autopar.program import Program
-from autopar.solver import Solution, fold
+from autopar.solver import Solution
 
 MAX_DISTANCE = 4
 """The number of uses between a changed variable and one that may change with it."""
@@ -54,7 +53,7 @@ def replan_nearby(
 
 def solved_within(
     objective: Objective,
-    kept: Kept,
+    kept: Open,
     active_set: ActiveSet,
     options: Options,
     budget: float,
@@ -69,8 +68,7 @@ def solved_within(
     d = objective.decisions
     for _ in range(MAX_ROUNDS):
         problem = active_set.extend(objective.problem(active_set.usages(), budget))
-        still = [*kept, *(np.arange(len(costs)) for costs in problem.costs[len(kept) :])]
-        solved = solve_sliced(problem, still, limit_s, options.solver, options.gap, fold)
+        solved = solve_open(problem, kept, limit_s, options.solver, options.gap)
         if solved is None:
             return None
         choice = active_set.restrict(solved)
@@ -103,8 +101,8 @@ def with_candidate(planned: Planned, found: Candidate) -> Planned:
     )
 
 
-def _open_options(planned: Planned, d: Decisions) -> Kept:
-    """Return for each variable the option of ``planned``, or all options near variables that do not have it."""
+def _open_options(planned: Planned, d: Decisions) -> Open:
+    """Return for each variable the option of ``planned``; None, for all, near variables that do not have it."""
     before, chosen = planned.decisions, planned.solution.choice
     same = [same_option(before, chosen, v) for v in d.variables]
     neighbours: list[set[int]] = [set() for _ in d.variables]
@@ -115,10 +113,7 @@ def _open_options(planned: Planned, d: Decisions) -> Kept:
     for _ in range(MAX_DISTANCE):
         frontier = {n for i in frontier for n in neighbours[i]} - reached
         reached = reached | frontier
-    return [
-        np.arange(len(v.options)) if option is None or i in reached else np.array([option])
-        for i, (v, option) in enumerate(zip(d.variables, same, strict=True))
-    ]
+    return tuple(None if option is None or i in reached else (option,) for i, option in enumerate(same))
 
 
 def same_option(before: Decisions, chosen: Sequence[int], v: Variable) -> int | None:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
-
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.answers.nearby import candidate_of, same_option, solved_within, with_candidate
@@ -19,12 +17,12 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import Decisions, decide
-from autopar.planner.problem.restricted import Kept, solve_sliced
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.forms import for_kernels
+from autopar.planner.search.rounds import solve_open
 from autopar.planner.search.search import Planned
-from autopar.solver import fold
+from autopar.planner.search.two_stage import Open
 
 LIMIT_S = 5.0
 """Seconds for what the whole plan leaves open: the boundaries of the stage, and each round of what is to be held."""
@@ -51,7 +49,7 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
     d = decide(graph, mesh, options, forced, recompute=planned.decisions.recomputes)
     prices, budget = Prices(mesh, cluster, options.backend, options.decomposed), budget_bytes(cluster, options)
     objective = Objective(d, prices)
-    choice = solve_sliced(objective.problem(), _same(planned, d), LIMIT_S, options.solver, options.gap, fold)
+    choice = solve_open(objective.problem(), _same(planned, d), LIMIT_S, options.solver, options.gap)
     if choice is None or not math.isfinite(objective.seconds(choice)):
         return None
     program, memory = scheduled(d, choice, prices, options, budget)
@@ -71,11 +69,11 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
     return replace(with_candidate(planned, found), timings=dict(planned.timings), baselines=(), trace=())
 
 
-def _same(planned: Planned, d: Decisions, but: Collection[str] = ()) -> Kept:
-    """Return for each variable the option of ``planned``, or all where it has none, or is of a kind of ``but``."""
+def _same(planned: Planned, d: Decisions, but: Collection[str] = ()) -> Open:
+    """Return for each variable the option of ``planned``; None, for all, where it has none, or for kinds ``but``."""
     chosen = planned.solution.choice
     same = [None if v.kind in but else same_option(planned.decisions, chosen, v) for v in d.variables]
-    return [np.arange(len(v.options)) if o is None else np.array([o]) for v, o in zip(d.variables, same, strict=True)]
+    return tuple(None if option is None else (option,) for option in same)
 
 
 def _shared(planned: Planned, graph: Graph) -> int:
