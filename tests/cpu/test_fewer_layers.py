@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -20,7 +21,9 @@ from transformers import (
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.baselines.roles import Restrictions, baselines
+from autopar.planner.graphs.layers import Shortened, shortened
 from autopar.planner.options import Options
+from autopar.planner.pipeline.stages import seams
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -158,3 +161,65 @@ def test_where_layers_share_launches_fewer_tell_nothing() -> None:
 
 def test_layers_that_are_not_there_are_not_taken_out() -> None:
     assert objective("gpt2", (8,)).with_fewer_layers(DEPTH["gpt2"]) is None
+
+
+def in_layers(graph: Graph, parts: int) -> Shortened | None:
+    return shortened(graph, seams(graph).block_of, parts)
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_a_deep_graph_is_the_model_with_the_layers_of_one_stage(name: str) -> None:
+    graph = captured(name, 12)
+    found = in_layers(graph, 4)
+    assert found is not None
+    removed = sum(graph.by_name[name].packet == "autopar.attention" for name in found.like)
+    assert removed > 2
+    model = captured(name, 12 - removed)
+    assert ops(found.graph) == ops(model)
+    assert Counter((i.kind, i.trainable) for i in found.graph.inputs) == Counter(
+        (i.kind, i.trainable) for i in model.inputs
+    )
+    assert Counter(o.kind for o in found.graph.outputs) == Counter(o.kind for o in model.outputs)
+
+
+def test_every_node_of_a_removed_layer_has_one_like_it() -> None:
+    graph = captured("gpt2", 12)
+    found = in_layers(graph, 4)
+    assert found is not None
+    assert graph.by_name.keys() == found.graph.by_name.keys() | found.like.keys()
+    for name, other in found.like.items():
+        one, like = graph.by_name[name], found.graph.by_name[other]
+        assert (one.op, one.outputs, one.phase) == (like.op, like.outputs, like.phase)
+
+
+def test_neighbours_are_like_different_layers() -> None:
+    """So a stage of as many layers as remain is planned as these are together."""
+    graph = captured("gpt2", 12)
+    found = in_layers(graph, 4)
+    assert found is not None
+    attentions = [n.name for n in graph.nodes if n.packet == "autopar.attention"][1:-1]
+    like = [found.like.get(name, name) for name in attentions]
+    assert all(len(set(like[i : i + 4])) == 4 for i in range(2, len(like) - 5))
+
+
+def test_a_graph_hardly_deeper_than_a_stage_stays_whole() -> None:
+    assert in_layers(captured("gpt2", 8), 2) is None
+
+
+class Wired(nn.Module):
+    """Blocks of which each also reads what the first one made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x).relu() + first
+        return x.sum()
+
+
+def test_layers_that_all_read_the_first_one_stay() -> None:
+    graph = ColoTracer().capture(Wired(), {"x": torch.zeros(4, 8)}).graph
+    assert in_layers(graph, 4) is None

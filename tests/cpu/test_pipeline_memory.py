@@ -162,7 +162,7 @@ def test_a_stage_is_held_otherwise_than_the_whole_where_it_does_not_fit_so() -> 
     capture = ColoTracer().capture(Stack(), {"x": torch.zeros(ROWS, WIDTH)})
     cluster, options = without_offloading(4), Options(optimizer="sgd", memory_budget_bytes=2**40)
     whole = plan_graph(capture.graph, Mesh((4,)), cluster, options)
-    asked = (whole, capture.graph, Mesh((4,)), cluster)
+    asked = (whole, {}, capture.graph, Mesh((4,)), cluster)
     same = carried(*asked, options)
     assert same is not None and same.solution.method == SAME_CHOICES
     budget = int(0.85 * same.memory.peak_bytes)

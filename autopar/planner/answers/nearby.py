@@ -104,7 +104,7 @@ def with_candidate(planned: Planned, found: Candidate) -> Planned:
 def _open_options(planned: Planned, d: Decisions) -> Open:
     """Return for each variable the option of ``planned``; None, for all, near variables that do not have it."""
     before, chosen = planned.decisions, planned.solution.choice
-    same = [same_option(before, chosen, v) for v in d.variables]
+    same = [same_option(before, chosen, v, v.key) for v in d.variables]
     neighbours: list[set[int]] = [set() for _ in d.variables]
     for use in d.uses:
         neighbours[use.source].add(use.target)
@@ -116,9 +116,9 @@ def _open_options(planned: Planned, d: Decisions) -> Open:
     return tuple(None if option is None or i in reached else (option,) for i, option in enumerate(same))
 
 
-def same_option(before: Decisions, chosen: Sequence[int], v: Variable) -> int | None:
-    """Return the option of ``v`` that was chosen before, if it has it."""
-    at = before.index.get(v.key)
+def same_option(before: Decisions, chosen: Sequence[int], v: Variable, key: str) -> int | None:
+    """Return the option of ``v`` that the variable ``key`` had before, if ``v`` has it."""
+    at = before.index.get(key)
     if at is None:
         return None
     wanted = _option_key(before.variables[at], chosen[at])

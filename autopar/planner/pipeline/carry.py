@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autopar.ir import Graph
@@ -16,7 +16,7 @@ from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
-from autopar.planner.problem.decide import Decisions, decide
+from autopar.planner.problem.decide import Decisions, Variable, decide
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.forms import for_kernels
@@ -34,22 +34,27 @@ HOW_HELD = frozenset({"copy", "hold", "rerun"})
 """Kinds of variables that say how values are held and handed on, and not how they are sharded."""
 
 
-def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Planned | None:
+def carried(
+    planned: Planned, like: Mapping[str, str], graph: Graph, mesh: Mesh, cluster: Cluster, options: Options
+) -> Planned | None:
     """Return the plan of ``graph``, a part of what ``planned`` plans, with the same choices or, where they hold more
     than the budget, with the same shardings; None if they do not fit together with ``options.constraints``, or nothing
     fits.
 
     What is not decided in ``planned``, such as the spec of what crosses a seam, is decided anew.
+
+    Args:
+        like: for nodes of ``graph`` that ``planned`` lacks those that stand for them.
     """
     graph = for_kernels(graph, cluster, options.backend)
     chunked = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
-    graph = max(graph, chunked, key=lambda form: _shared(planned, form))
+    graph = max(graph, chunked, key=lambda form: _shared(planned, like, form))
     options = replace(options, device=cluster.device.kernels)
     forced = resolve(graph, mesh, options.constraints, options.aliases)
     d = decide(graph, mesh, options, forced, recompute=planned.decisions.recomputes)
     prices, budget = Prices(mesh, cluster, options.backend, options.decomposed), budget_bytes(cluster, options)
     objective = Objective(d, prices)
-    choice = solve_open(objective.problem(), _same(planned, d), LIMIT_S, options.solver, options.gap)
+    choice = solve_open(objective.problem(), _same(planned, like, d), LIMIT_S, options.solver, options.gap)
     if choice is None or not math.isfinite(objective.seconds(choice)):
         return None
     program, memory = scheduled(d, choice, prices, options, budget)
@@ -60,7 +65,7 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
             objective = Objective(decide(graph, mesh, options, forced, recompute=True), prices)
         active = ActiveSet(objective.decisions, options)
         active.add_peaks_of(program, memory.timeline, budget, objective.depth)
-        shardings = _same(planned, objective.decisions, HOW_HELD)
+        shardings = _same(planned, like, objective.decisions, HOW_HELD)
         left_s = min(LIMIT_S, options.time_limit_s)
         held = solved_within(objective, shardings, active, options, budget, left_s, SAME_SHARDINGS)
         if held is None:
@@ -69,13 +74,19 @@ def carried(planned: Planned, graph: Graph, mesh: Mesh, cluster: Cluster, option
     return replace(with_candidate(planned, found), timings=dict(planned.timings), baselines=(), trace=())
 
 
-def _same(planned: Planned, d: Decisions, but: Collection[str] = ()) -> Open:
+def _same(planned: Planned, like: Mapping[str, str], d: Decisions, but: Collection[str] = ()) -> Open:
     """Return for each variable the option of ``planned``; None, for all, where it has none, or for kinds ``but``."""
-    chosen = planned.solution.choice
-    same = [None if v.kind in but else same_option(planned.decisions, chosen, v) for v in d.variables]
+    before, chosen = planned.decisions, planned.solution.choice
+    same = [None if v.kind in but else same_option(before, chosen, v, _key(v, like)) for v in d.variables]
     return tuple(None if option is None else (option,) for option in same)
 
 
-def _shared(planned: Planned, graph: Graph) -> int:
+def _key(v: Variable, like: Mapping[str, str]) -> str:
+    """Return the key of the variable that stands for ``v``."""
+    name = v.value.node if v.value is not None else v.node.name if v.node is not None else ""
+    return v.key.replace(name, like[name], 1) if name in like else v.key
+
+
+def _shared(planned: Planned, like: Mapping[str, str], graph: Graph) -> int:
     """Return how many nodes of ``graph`` the whole plan knows."""
-    return len(planned.decisions.graph.by_name.keys() & graph.by_name.keys())
+    return len(planned.decisions.graph.by_name.keys() & {like.get(name, name) for name in graph.by_name})

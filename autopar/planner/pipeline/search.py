@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError, Shortfall
-from autopar.ir import Graph
+from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Kind, Schedule
 from autopar.pipelines.makespan import Costs, in_flight, simulate
@@ -34,6 +34,7 @@ from autopar.planner.baselines.roles import baselines
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
+from autopar.planner.graphs.layers import shortened
 from autopar.planner.graphs.shared import shared
 from autopar.planner.memory.exact import profile
 from autopar.planner.memory.lifetimes import held_throughout
@@ -43,11 +44,11 @@ from autopar.planner.pipeline.carry import SAME_CHOICES, carried
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.parts import Parts, parts_of, weight_ops
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
-from autopar.planner.pricing.prices import Prices
-from autopar.planner.problem.constraints import those_that_apply
+from autopar.planner.pricing.prices import Prices, least_seconds
+from autopar.planner.problem.constraints import resolve, those_that_apply
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.candidates import budget_bytes
-from autopar.planner.search.forms import LEAST_S, plan_forms
+from autopar.planner.search.forms import LEAST_S, for_kernels, plan_forms
 from autopar.planner.search.infeasible import bytes_text
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.planner.search.settings import ROUND_SHARE
@@ -156,12 +157,15 @@ class _Whole:
     """The plan of the whole model for one micro-batch, on the mesh of a stage.
 
     Args:
-        bound: seconds that no plan of it can beat, whatever it holds.
+        planned: of a deep model that of fewer layers.
+        like: for each node of a layer that is not planned itself the one that stands for it.
+        bound: seconds that no plan of the whole can beat, whatever it holds.
     """
 
     micro: MicroBatch
     seams: Seams
     planned: Planned
+    like: Mapping[str, str]
     blocks: tuple[BlockCosts, ...]
     bound: float
 
@@ -309,23 +313,39 @@ class _PipelineSearch:
         self.report(f"{m} micro-batches" + ("" if budget is None else " within the budget"))
         micro = micro_batch(self.graph, m)
         graph = with_gradient_sums(micro.graph, m * self.options.accumulation_steps, self.options.dtype_of("reduce"))
+        graph = for_kernels(graph, self.cluster, self.options.backend)
         places, options = seams(micro.graph), self._stage_options(m, self.ranks)
+        block_of = _block_of(graph, places)
+        fewer = shortened(graph, block_of, self.ranks)
+        if fewer is not None:
+            resolve(graph, self.stage_mesh, options.constraints, options.aliases)  # raises for what names nothing
+            options = replace(options, constraints=those_that_apply(fewer.graph, options.constraints, options.aliases))
+        planned = self._planned_micro_batch(graph if fewer is None else fewer.graph, graph, options, budget)
+        like = {} if fewer is None else fewer.like
+        block_of = _block_of(planned.decisions.graph, places) | block_of
+        program = self._with_shared(planned, options).program
+        blocks = list(block_costs(program, planned.decisions.graph, self.stage_mesh, options, self.overlap, block_of))
+        blocks += [BlockCosts()] * (len(places.blocks) - len(blocks))
+        for name in like.keys() & block_of.keys():
+            blocks[block_of[name]] = blocks[block_of[like[name]]]
+        bound = planned.trace[0].bound if planned.trace else 0.0
+        if fewer is not None:
+            prices = Prices(self.stage_mesh, self.stage_cluster, self.options.backend, self.options.decomposed)
+            bound = max(bound, least_seconds(planned.decisions, prices, like))
+        return _Whole(micro, places, planned, like, tuple(blocks), bound)
+
+    def _planned_micro_batch(self, graph: Graph, whole: Graph, options: Options, budget: float | None) -> Planned:
+        """Plan ``graph``, with all or some of the layers of ``whole``, without a budget or within its part of it."""
         if budget is None:
             limit_s = self.options.time_limit_s * FREE_SHARE
             options = replace(options, memory_budget_bytes=UNLIMITED, time_limit_s=limit_s)
             by_hand = options.search.startswith("baseline")
-            planned = plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=by_hand)
-        else:
-            limit_s = self.options.time_limit_s * WHOLE_SHARE
-            options = replace(options, memory_budget_bytes=int(budget), time_limit_s=limit_s)
-            # With as many micro-batches in flight on every rank as on the first: a pipeline may fit all the same.
-            planned = _plan_or_leanest(graph, self.stage_mesh, self.stage_cluster, options)
-        block_of = _block_of(planned.decisions.graph, places)
-        program = self._with_shared(planned, options).program
-        blocks = block_costs(program, planned.decisions.graph, self.stage_mesh, options, self.overlap, block_of)
-        blocks += (BlockCosts(),) * (len(places.blocks) - len(blocks))
-        bound = planned.trace[0].bound if planned.trace else 0.0
-        return _Whole(micro, places, planned, blocks, bound)
+            return plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=by_hand)
+        limit_s = self.options.time_limit_s * WHOLE_SHARE
+        part = _parameter_bytes(graph) / max(_parameter_bytes(whole), 1)
+        options = replace(options, memory_budget_bytes=int(budget * part), time_limit_s=limit_s)
+        # With as many micro-batches in flight on every rank as on the first: a pipeline may fit all the same.
+        return _plan_or_leanest(graph, self.stage_mesh, self.stage_cluster, options)
 
     def _stage_options(self, m: int, k: int) -> Options:
         return replace(
@@ -524,7 +544,7 @@ class _PipelineSearch:
         """Plan a stage as the whole is planned, where that fits; else with its shardings and, while time is left, anew,
         whichever is shorter."""
         ends = now() + options.time_limit_s
-        found = carried(whole.planned, stage.graph, self.stage_mesh, self.stage_cluster, options)
+        found = carried(whole.planned, whole.like, stage.graph, self.stage_mesh, self.stage_cluster, options)
         if found is not None and (found.solution.method == SAME_CHOICES or now() > ends):
             return found
         other = _plan_or_leanest(stage.graph, self.stage_mesh, self.stage_cluster, options)
@@ -739,7 +759,11 @@ def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:
     return sent | back
 
 
-def _block_of(graph: Graph, places: Seams) -> Mapping[str, int]:
+def _parameter_bytes(graph: Graph) -> int:
+    return sum(graph.meta(Value(i.node)).bytes for i in graph.inputs if i.kind == "parameter")
+
+
+def _block_of(graph: Graph, places: Seams) -> dict[str, int]:
     """Return the block of every node, also of those that the planned form of the graph has of its own."""
     found = dict(places.block_of)
     for node in graph.nodes:

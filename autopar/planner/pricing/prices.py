@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -552,6 +553,17 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
 
     crosses = crossing_stages(d) if d.seam_s else {}
     return tuple(map(of, d.variables, weights or [1.0] * len(d.variables)))
+
+
+def least_seconds(d: Decisions, prices: Prices, like: Mapping[str, str]) -> float:
+    """Return a bound on the seconds of a deep graph whose other layers are ``like`` those of ``d``: of ops alone.
+
+    Args:
+        like: for each node of a layer that is missing the one that stands for it.
+    """
+    times = Counter(like.values())
+    least = (c.min() * (1 + times[v.key]) for v, c in zip(d.variables, costs(d, prices), strict=True) if v.kind == "op")
+    return float(sum(least))
 
 
 def crossing_stages(d: Decisions) -> Mapping[str, TensorMeta]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.ir import Arg, Graph, Node, Value
+from autopar.planner.graphs.layers import LayerCut
 from autopar.planner.problem.variables import Decisions, Variable
 from autopar.solver import Run
 from autopar.solver.problem import IndexArray
@@ -55,14 +55,15 @@ def with_fewer_layers(d: Decisions, runs: Sequence[Run], layers: int) -> FewerLa
     depth = max((len(run.copies) for run in runs), default=0)
     if depth <= layers:
         return None
-    cut = _LayerCut.of(d, [run for run in runs if len(run.copies) == depth], layers)
+    deep = [run for run in runs if len(run.copies) == depth]
+    cut = LayerCut.leaving(d.graph, [[_nodes(d, row) for row in run.copies.tolist()] for run in deep], layers)
     graph = cut.graph()
     if graph is None:
         return None
     kept = [i for i, v in enumerate(d.variables) if cut.is_kept(_node_of(v))]
     position = np.full(len(d.variables), -1, dtype=np.int64)
     position[kept] = np.arange(len(kept))
-    for run in cut.runs:
+    for run in deep:
         positions = position[run.copies]
         like = positions[(positions[: cut.begin] >= 0).argmax(axis=0), np.arange(positions.shape[1])]
         position[run.copies] = np.where(positions >= 0, positions, like)
@@ -84,85 +85,7 @@ def _node_of(v: Variable) -> str:
     return v.node.name if v.node is not None else v.key.split("@")[0]
 
 
-@dataclass
-class _LayerCut:
-    """The removal of rows ``begin`` to ``end`` of the runs.
-
-    Args:
-        at: the run, row and column of each node.
-    """
-
-    d: Decisions
-    runs: Sequence[Run]
-    begin: int
-    end: int
-    at: dict[str, tuple[int, int, int]]
-
-    @staticmethod
-    def of(d: Decisions, runs: Sequence[Run], layers: int) -> _LayerCut:
-        at = {}
-        for r, run in enumerate(runs):
-            for row, variables in enumerate(run.copies.tolist()):
-                for column, i in enumerate(variables):
-                    node = d.variables[i].node
-                    if node is not None and d.variables[i].key == node.name:
-                        at[node.name] = r, row, column
-        begin = layers // 2
-        return _LayerCut(d, runs, begin, begin + len(runs[0].copies) - layers, at)
-
-    def is_kept(self, name: str) -> bool:
-        found = self.at.get(name)
-        return found is None or not self.begin <= found[1] < self.end
-
-    def graph(self) -> Graph | None:
-        """Return the remaining graph; None if it cannot be closed over the gap."""
-        graph = self.d.graph
-        owners = {i.name: i.node for i in reversed(graph.inputs) if i.kind in ("parameter", "buffer")}
-        nodes, outputs = [], []
-        for node in graph.nodes:
-            if self.is_kept(node.name):
-                read = self._with_neighbours(node)
-                if read is None:
-                    return None
-                nodes.append(read)
-        for output in graph.outputs:
-            owner = owners.get(output.name)
-            if owner is not None and not self.is_kept(owner):
-                continue
-            value = self._value_read(output.value, owner)
-            if value is None:
-                return None
-            outputs.append(replace(output, value=value))
-        remaining = tuple(i for i in graph.inputs if self.is_kept(i.node))
-        return replace(graph, nodes=tuple(nodes), inputs=remaining, outputs=tuple(outputs))
-
-    def _with_neighbours(self, node: Node) -> Node | None:
-        """Return ``node`` reading from the layers that are now next to its own."""
-        read = {}
-        for value in node.inputs:
-            found = self._value_read(value, node.name)
-            if found is None:
-                return None
-            read[value] = found
-        if all(a == b for a, b in read.items()):
-            return node
-        kwargs = tuple((k, _renamed(a, read)) for k, a in node.kwargs)
-        return replace(node, args=tuple(_renamed(a, read) for a in node.args), kwargs=kwargs)
-
-    def _value_read(self, value: Value, reader: str | None) -> Value | None:
-        """Return what ``reader`` reads instead of ``value``: the same value, as many layers before or after its own."""
-        there, here = self.at.get(value.node), self.at.get(reader or "")
-        if there is None or here is None or there[0] != here[0]:
-            return value if self.is_kept(value.node) else None
-        gone, (run, row, column) = self.end - self.begin, there
-        now = row - gone if here[1] >= self.end else row
-        node = self.d.variables[int(self.runs[run].copies[now if now < self.begin else now + gone, column])].node
-        return None if node is None else value._replace(node=node.name)
-
-
-def _renamed(arg: Arg, names: dict[Value, Value]) -> Arg:
-    if isinstance(arg, Value):
-        return names[arg]
-    if isinstance(arg, tuple):
-        return tuple(_renamed(item, names) for item in arg)
-    return arg
+def _nodes(d: Decisions, row: Sequence[int]) -> list[str | None]:
+    """Return the node of each variable that decides how one runs."""
+    nodes = ((d.variables[i].node, d.variables[i].key) for i in row)
+    return [node.name if node is not None and key == node.name else None for node, key in nodes]
