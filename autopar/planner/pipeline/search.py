@@ -7,7 +7,8 @@ are planned stage by stage. A stage takes the choices of the whole plan where th
 kept, recomputed and offloaded chosen anew, or what a search of the stage finds, if that is shorter.
 
 The whole model with as many micro-batches in flight as there are ranks, on a device that has the memory of all ranks
-of the pipeline, holds what the ranks hold together. Where no pipeline fits, the whole is planned for that budget.
+of the pipeline, holds what the ranks hold together. Where the shortest does not fit, and those that do take longer, the
+whole is planned for that budget too.
 """
 
 from __future__ import annotations
@@ -81,8 +82,12 @@ SEAM_BYTES = 1e8
 LEAST_SHARE = 0.05
 """Share of the budget that a stage may take at least, whatever the rank's other stages are estimated to."""
 
-NEARLY_FITS = 1.05
-"""Times the budget up to which a pipeline is estimated to fit: its stages are planned exactly afterwards."""
+TELLING = 0.1
+"""Share of a rank's peak from which on an error names an output that takes as much."""
+
+NEARLY = 1.05
+"""Times the budget up to which a pipeline is estimated to fit: its stages are planned exactly afterwards. And times the
+shortest's seconds up to which one that fits is taken, where the shortest does not."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,7 @@ def plan_pipeline(
         PlanError: what is asked does not fit the model or the batch.
         InfeasibleError: no pipeline fits the budget.
     """
+    options = replace(options, device=cluster.device.kernels)
     with limited(options.time_limit_s):
         return _PipelineSearch(graph, mesh, cluster, options, asked, report or (lambda _: None)).run()
 
@@ -139,7 +145,7 @@ def pipelines_by_hand(
 
     They may hold more than the budget.
     """
-    free = replace(options, memory_budget_bytes=UNLIMITED, constraints={})
+    free = replace(options, memory_budget_bytes=UNLIMITED, constraints={}, device=cluster.device.kernels)
     stage_mesh = without_axis(mesh, AXIS, cluster)[0]
     with limited(options.time_limit_s):
         for name in [b.name for b in baselines(stage_mesh)] or [""]:
@@ -280,13 +286,13 @@ class _PipelineSearch:
             shortest_s = min(shortest_s, least_s)
         if not drawn:
             raise refused[0]
-        if not any(self._fits(d) for d in drawn):
-            m = min(drawn, key=lambda d: d.seconds).schedule.micro_batches
-            drawn += self._drawn(self._whole(m, self.budget * self.ranks))
+        shortest = min(drawn, key=lambda d: d.seconds)
+        if NEARLY * shortest.seconds < min((d.seconds for d in drawn if self._fits(d)), default=math.inf):
+            drawn += self._drawn(self._whole(shortest.schedule.micro_batches, self.budget * self.ranks))
         return self._planned(drawn)
 
     def _fits(self, d: _Drawn) -> bool:
-        return max(d.peaks) <= NEARLY_FITS * self.budget
+        return max(d.peaks) <= NEARLY * self.budget
 
     def _micro_batch_counts(self) -> Iterator[int]:
         """Yield the numbers of micro-batches to try; with fewer samples each a step takes longer sooner or later."""
@@ -537,7 +543,7 @@ class _PipelineSearch:
         program = shared(planned.program, graph) if options.held_batches > 1 else planned.program
         if program is planned.program:
             return planned
-        memory = profile(program, graph, self.stage_mesh, replace(options, device=self.stage_cluster.device.kernels))
+        memory = profile(program, graph, self.stage_mesh, options)
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
     def _stage(self, whole: _Whole, stage: Stage, options: Options) -> Planned:
@@ -636,7 +642,7 @@ class _PipelineSearch:
             _static_bytes(p, self.stage_mesh, options) + part.held_once for p, part in zip(planned, parts, strict=True)
         ]
         given = [_given_bytes(p, self.stage_mesh, options) for p in planned]
-        outputs = [_output_bytes(p) for p in planned]
+        outputs = [tuple(_output_bytes(p).values()) for p in planned]
         m = made.micro_batches
         into = {("F", s): sum(t.bytes for _, t in _inputs(p, "received")) for s, p in enumerate(planned)}
         into |= {
@@ -715,12 +721,12 @@ def _sent_bytes(planned: Planned) -> int:
     return sum(program.tensors[name].bytes for name in sent if program.root[name] not in read)
 
 
-def _output_bytes(planned: Planned) -> tuple[int, ...]:
-    """Return the bytes of each tensor that a stage makes of the model's outputs."""
+def _output_bytes(planned: Planned) -> dict[str, int]:
+    """Return the bytes of each tensor that a stage makes of the model's outputs, by the name of an output."""
     program = planned.program
     given = {op.writes[0].name for op in program.ops if op.kind == "input"}
-    made = {program.root[name] for output, name in program.results if output.kind == "output"} - given
-    return tuple(program.tensors[name].bytes for name in made)
+    made = {program.root[name]: output.name for output, name in program.results if output.kind == "output"}
+    return {output: program.tensors[name].bytes for name, output in made.items() if name not in given}
 
 
 def _inputs(planned: Planned, kind: str) -> Iterator[tuple[str, LocalTensor]]:
@@ -797,11 +803,17 @@ def _over(found: PlannedPipeline, least: int, budget: float) -> InfeasibleError:
     """The error where the smallest peak that was found for a pipeline is ``least``."""
     rank = max(range(len(found.peaks)), key=lambda r: found.peaks[r])
     made = found.schedule
+    mine = (p for p, r in zip(found.planned, made.rank_of, strict=True) if r == rank)
+    returned = {name: size * made.micro_batches for p in mine for name, size in _output_bytes(p).items()}
+    name = max(returned, key=lambda name: returned[name], default="")
+    telling = returned.get(name, 0) > TELLING * found.peaks[rank]
     error = InfeasibleError(
         f"Rank {rank} of the pipeline holds more than its memory budget.",
         found=f"{bytes_text(found.peaks[rank])} with the schedule {made.name} of {made.micro_batches} micro-batches, "
-        f"budget {bytes_text(budget)}",
-        hint="take more stages, more micro-batches, or a larger memory_budget: the smallest that works so far is "
+        f"budget {bytes_text(budget)}"
+        + (f"; its output {name!r} takes {bytes_text(returned[name])} for the whole batch" if telling else ""),
+        hint=(f"let the forward return less than {name!r}, " if telling else "")
+        + "take more stages, more micro-batches, or a larger memory_budget: the smallest that works so far is "
         f"{bytes_text(least)}: memory_budget={least}.",
     )
     error.shortfall = Shortfall(budget, {"pipeline": least}, (made.ranks,), late=True)
