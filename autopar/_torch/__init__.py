@@ -19,9 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from autopar._torch.attention import (
+    by_rows,
     flash_attention,
     flash_attention_backward,
     flash_takes,
+    joined_by_rows,
+    zeros_by_rows,
 )
 from autopar._torch.checkpoints import (
     load_shards,
@@ -115,6 +118,7 @@ __all__ = [
     "backported_fixes",
     "before_full_tensor",
     "bump_versions",
+    "by_rows",
     "changes_arguments",
     "close_groups",
     "copy_each",
@@ -139,6 +143,7 @@ __all__ = [
     "is_functionalized",
     "is_mutable",
     "is_random",
+    "joined_by_rows",
     "joint_graph",
     "keep_gpu_busy",
     "lazy_graph_modules",
@@ -170,4 +175,5 @@ __all__ = [
     "without_leftover_hooks",
     "without_modes",
     "wrap_total_norm",
+    "zeros_by_rows",
 ]

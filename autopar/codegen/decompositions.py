@@ -2,7 +2,6 @@
 
 The eager implementations work in cache-sized blocks and branch on values; these are the same functions without either.
 Ops with good kernels (attention on GPUs, gradients of lookups, the fused ops that a plan requests) stay whole.
-Attention with torch's CPU kernel keeps the layout of that kernel's result, since models usually view it next.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar import _torch
 from autopar.ops.attention import _checked, _cpu_flash, _cpu_flash_backward
 from autopar.ops.contract import _contract, _spread, parse
 from autopar.ops.interpolation import _whole, _whole_backward
@@ -183,7 +183,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Tensor | None = None, **options: Any
 ) -> Any:
     found = _cpu_flash(_checked(q, k, v, mask, seed, options), q, k, v)
-    return NotImplemented if found is None else found
+    return NotImplemented if found is None else (_torch.by_rows(found[0]), found[1].contiguous())
 
 
 def _attention_backward(
@@ -198,7 +198,7 @@ def _attention_backward(
     **options: Any,
 ) -> Any:
     found = _cpu_flash_backward(_checked(q, k, v, mask, seed, options), grad_out, q, k, v, out, lse)
-    return NotImplemented if found is None else found
+    return NotImplemented if found is None else tuple(map(_torch.by_rows, found))
 
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {

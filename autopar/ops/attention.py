@@ -4,6 +4,9 @@ q is [b, h, s, d], k [b, g, t, d], v [b, g, t, d_v]; head i of the queries reads
 attention query i may read key j if i >= j, counted in the global tensors. A row that may read nothing gives zeros with
 zero gradients and lse 0. Torch's flash kernels for CPU and GPU compute what they support; the rest runs block by block
 over the queries with the formulas of Dao et al. 2022 (FlashAttention, appendix B).
+
+Attention and its gradients lie in memory as [b, s, h, d], as those kernels write them if their operands lie so. That is
+how models make the operands, which are views of [b, s, h * d], and what they view the result as.
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:
     """Return ``x`` with contiguous rows, as torch's kernels require. The one for CPUs does not check."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else _torch.by_rows(x)
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:
@@ -137,12 +140,12 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seed: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     attention = _checked(q, k, v, mask, seed, options)
-    if (found := _cpu_flash(attention, q, k, v)) is not None:
-        return found[0].contiguous(), found[1].contiguous()
-    if attention.gpu_flash(q, k, v):
+    found = _cpu_flash(attention, q, k, v)
+    if found is None and attention.gpu_flash(q, k, v):
         q, k, v = map(_with_contiguous_rows, (q, k, v))
-        return _torch.flash_attention(q, k, v, causal=attention.is_causal, scale=attention.scale)
-    return _forward(attention, q, k, v)
+        found = _torch.flash_attention(q, k, v, causal=attention.is_causal, scale=attention.scale)
+    out, lse = _forward(attention, q, k, v) if found is None else found
+    return _torch.by_rows(out), lse.contiguous()
 
 
 def _cpu_flash(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -180,7 +183,7 @@ def _joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 def _forward(attention: _Attention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
-    out = q.new_zeros([*q.shape[:3], v.shape[3]])
+    out = _torch.zeros_by_rows(q, [*q.shape[:3], v.shape[3]])
     lse = q.new_zeros(q.shape[:3], dtype=dtype)
     if out.numel() == 0 or k.numel() == 0:
         return out, lse
@@ -206,7 +209,12 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     _checked(q, k, v, mask, seed, options)
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return q.new_empty([*q.shape[:3], v.shape[3]]), lse
+    return _empty_by_rows(q, v.shape[3]), lse
+
+
+def _empty_by_rows(x: Tensor, width: int) -> Tensor:
+    b, h, s, _ = x.shape
+    return x.new_empty([b, s, h, width]).transpose(1, 2)
 
 
 def _attention_backward(
@@ -221,14 +229,13 @@ def _attention_backward(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     attention = _checked(q, k, v, mask, seed, options)
-    if (found := _cpu_flash_backward(attention, grad_out, q, k, v, out, lse)) is not None:
-        dq, dk, dv = found
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    if attention.gpu_flash(q, k, v):
+    found = _cpu_flash_backward(attention, grad_out, q, k, v, out, lse)
+    if found is None and attention.gpu_flash(q, k, v):
         q, k, v, grad_out = map(_with_contiguous_rows, (q, k, v, grad_out))
         options = {"causal": attention.is_causal, "scale": attention.scale}
-        return _torch.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
-    return _backward(attention, grad_out, q, k, v, out, lse)
+        found = _torch.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
+    dq, dk, dv = _backward(attention, grad_out, q, k, v, out, lse) if found is None else found
+    return _torch.by_rows(dq), _torch.by_rows(dk), _torch.by_rows(dv)
 
 
 def _cpu_flash_backward(
@@ -238,7 +245,8 @@ def _cpu_flash_backward(
         parts = _parts(attention, before, q, k, v)
         first, second = (_cpu_flash_backward(part[0], grad_out, *part[1:], out, lse) for part in parts)
         assert first is not None and second is not None
-        return first[0].add(second[0]), torch.cat([first[1], second[1]], 2), torch.cat([first[2], second[2]], 2)
+        dk, dv = (_torch.joined_by_rows(parts) for parts in zip(first[1:], second[1:], strict=True))
+        return first[0].add(second[0]), dk, dv
     if not attention.flash(q, k, v):
         return None
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -257,7 +265,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     original, dtype = q.dtype, accumulation_dtype(q.dtype)
     q, k, v, grad_out, out = (x.to(dtype) for x in (q, k, v, grad_out, out))
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (_torch.zeros_by_rows(x, x.shape) for x in (q, k, v))
     if min(q.numel(), k.numel()) > 0:
         for rows in _row_blocks(q, k):
             weights = exp_(attention.scores(q, k, rows).sub_(lse[:, :, rows, None]))
@@ -276,7 +284,7 @@ def _backward(
 
 
 def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return tuple(_empty_by_rows(x, x.shape[3]) for x in (q, k, v))
 
 
 def _context(

@@ -5,6 +5,11 @@ batch is cut, the ranks gather their ``batch_moments`` instead, and ``var_mean_o
 (``statistics``). The gradient of ``batch_norm`` is ``batch_norm_backward_reduce``, reduced over the ranks, followed by
 ``batch_norm_backward_input`` (Ioffe and Szegedy 2015, section 3). x is [n, c, ...]; statistics are [c], in float32 or
 float64.
+
+GPUs have kernels for these parts, which torch made for its ``SyncBatchNorm``. The ones for sums give each channel to a
+single block of threads, and if x is in half precision round products and parts of the sums of a gradient to it. If
+channels lie innermost they do neither. So they are handed every place of every channel as a channel of its own, [n, c
+times places], and their results are summed up once more.
 """
 
 from __future__ import annotations
@@ -15,6 +20,14 @@ import torch
 from torch import Tensor
 
 from autopar.ops.registration import accumulation_dtype, define, differentiate, once_differentiable, without_gradient
+
+KERNELS_ON = "cuda"
+"""The type of devices on which torch has kernels for the parts of a batch norm."""
+
+SAMPLES = 4
+"""Samples from which sums for every place are worth their memory, which is that of three samples in float32."""
+
+INT32 = 2**31 - 1
 
 
 def _channels(statistic: Tensor, x: Tensor) -> Tensor:
@@ -27,12 +40,41 @@ def _sum(x: Tensor) -> Tensor:
     return x.sum([dim for dim in range(x.dim()) if dim != 1], dtype=accumulation_dtype(x.dtype))
 
 
+def _kernels_take(x: Tensor, *statistics: Tensor) -> bool:
+    """Whether torch's kernels for the parts of a batch norm support this. They number elements in 32 bits."""
+    fits = x.device.type == KERNELS_ON and 0 < x.numel() < INT32
+    return fits and all(s.dtype == accumulation_dtype(x.dtype) for s in statistics)
+
+
+def _sums_pay(x: Tensor) -> bool:
+    return x.shape[0] >= SAMPLES or x.shape[0] * x.shape[1] == x.numel()
+
+
+def _planes(x: Tensor) -> Tensor:
+    """[n, c, ...] -> [n, c, places], contiguous, so that all results are."""
+    return x.contiguous().view(x.shape[0], x.shape[1], -1)
+
+
+def _in_dtype(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if parameter is None else parameter.to(dtype)
+
+
+def _var_mean_by_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = _planes(x)
+    mean, variance = torch.ops.aten.batch_norm_update_stats(x.flatten(1), None, None, 0.0)
+    between, mean = torch.var_mean(mean.view(x.shape[1:]), 1, correction=0)
+    return variance.view(x.shape[1:]).mean(1).add_(between), mean
+
+
 def _batch_moments(x: Tensor) -> Tensor:
     """Return mean and sum of squared deviations of each channel, [2, c].
 
-    Two passes, which are vectorized, unlike torch's ``var_mean``.
+    Two passes, which on CPUs are vectorized, unlike torch's ``var_mean``.
     """
     count = max(1, x.numel() // max(1, x.shape[1]))
+    if _kernels_take(x) and _sums_pay(x):
+        variance, mean = _var_mean_by_kernel(x)
+        return torch.stack([mean, variance.mul_(count)])
     mean = _sum(x).div_(count)
     return torch.stack([mean, _sum((x - _channels(mean, x)).square_())])
 
@@ -42,6 +84,8 @@ def _batch_moments_fake(x: Tensor) -> Tensor:
 
 
 def _batch_var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    if _kernels_take(x) and _sums_pay(x):
+        return _var_mean_by_kernel(x)
     mean, deviations = _batch_moments(x).unbind()
     return deviations / max(1, x.numel() // max(1, x.shape[1])), mean.clone()
 
@@ -58,6 +102,9 @@ def _statistics_dtype(x: Tensor, mean: Tensor) -> torch.dtype:
 def _batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, *, count: int
 ) -> Tensor:
+    if _kernels_take(x, mean, rstd):
+        weight, bias = _in_dtype(weight, mean.dtype), _in_dtype(bias, mean.dtype)
+        return torch.batch_norm_elemt(_planes(x), weight, bias, mean, rstd, 0.0).view(x.shape)
     dtype = _statistics_dtype(x, mean)
     scale = rstd.to(dtype) if weight is None else rstd.to(dtype) * weight
     shift = -mean * scale if bias is None else bias - mean * scale
@@ -75,6 +122,8 @@ def _batch_norm_fake(
 
 
 def _backward_reduce(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    if _kernels_take(x, mean, rstd) and grad.dtype == x.dtype and _sums_pay(x):
+        return _sums_by_kernel(grad, x, mean, rstd)
     dtype = _statistics_dtype(x, mean)
     if x.device.type == "cpu" and x.numel() and grad.dtype == x.dtype == mean.dtype == rstd.dtype:
         # torch's kernel for the whole gradient takes a single pass if only these two sums are requested. In four dims
@@ -87,6 +136,16 @@ def _backward_reduce(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tup
         return sum_grad, sum_grad_xhat
     sum_grad_xhat = _sum((x - _channels(mean, x)).mul_(grad)) * rstd
     return grad.sum([dim for dim in range(x.dim()) if dim != 1], dtype=dtype), sum_grad_xhat.to(dtype)
+
+
+def _sums_by_kernel(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    x = _planes(x)
+    means = mean.unsqueeze(1).expand(x.shape[1:]).flatten()
+    sums = torch.batch_norm_backward_reduce(
+        _planes(grad).flatten(1), x.flatten(1), means, means, None, True, False, False
+    )
+    sum_grad, sum_grad_deviation = (s.view(x.shape[1:]).sum(1) for s in sums[:2])
+    return sum_grad, sum_grad_deviation.mul_(rstd)
 
 
 def _backward_reduce_fake(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +164,9 @@ def _backward_input(
     *,
     count: int,
 ) -> Tensor:
+    statistics = (mean, rstd, sum_grad, sum_grad_xhat)
+    if _kernels_take(x, *statistics) and grad.dtype == x.dtype and count < INT32:
+        return _input_by_kernel(grad, x, _in_dtype(weight, mean.dtype), *statistics, count)
     # dx = rstd w (g - sum(g) / count - xhat sum(g xhat) / count), with xhat = (x - mean) rstd
     scale = rstd if weight is None else rstd * weight
     slope, shift = rstd * sum_grad_xhat / -count, sum_grad / -count
@@ -115,6 +177,23 @@ def _backward_input(
         torch.addcmul(_channels(shift * scale, x), out, _channels(slope * scale, x), out=out)
         out.addcmul_(grad.to(out.dtype), _channels(scale, x))
     return out.to(x.dtype).contiguous()
+
+
+def _input_by_kernel(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    sum_grad: Tensor,
+    sum_grad_xhat: Tensor,
+    count: int,
+) -> Tensor:
+    counted = torch.full([1], count, dtype=torch.int32, device=x.device)
+    mean, rstd, sum_grad = (s.contiguous() for s in (mean, rstd, sum_grad))  # which this kernel does not check
+    sums = (sum_grad, (sum_grad_xhat / rstd).contiguous())
+    dx: Tensor = torch.batch_norm_backward_elemt(_planes(grad), _planes(x), mean, rstd, weight, *sums, counted)
+    return dx.view(x.shape)
 
 
 def _backward_input_fake(grad: Tensor, x: Tensor, *_: Any, count: int) -> Tensor:

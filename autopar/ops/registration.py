@@ -17,8 +17,9 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 def define(schema: str, eager: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Register ``autopar::<schema>`` with one implementation for every device.
 
-    ``fake`` returns outputs with the real shape, dtype and strides. Every op returns new contiguous tensors, so that a
-    captured graph and the local program agree on strides whatever those of the inputs are.
+    ``fake`` returns outputs with the real shape, dtype and strides. Every op returns new tensors, contiguous but for
+    those of attention, so that a captured graph and the local program agree on strides whatever those of the inputs
+    are.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))

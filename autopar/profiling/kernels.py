@@ -94,7 +94,7 @@ def _attention_operands(
     batch: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], dict[str, object], float]:
     """Return the operands, the options without mask and dropout, and the FLOPs of a forward."""
-    operands = [torch.rand((batch, HEADS, length, WIDTH), device=device).to(dtype) for _ in range(4)]
+    operands = [torch.rand((batch, length, HEADS, WIDTH), device=device).to(dtype).transpose(1, 2) for _ in range(4)]
     place = {"global_shape": [batch, HEADS, length, length], "offset": [0] * 4}
     options = {"is_causal": False, "scale": WIDTH**-0.5, "dropout_p": 0.0, "site": 0, **place}
     return operands, options, 4.0 * batch * HEADS * length**2 * WIDTH

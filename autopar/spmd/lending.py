@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar import _torch
 from autopar.mesh import Mesh
 from autopar.sharding.loan import Share, mirrored, share
 from autopar.spmd.ranks import Exchange, Rank
@@ -95,7 +96,7 @@ def _attending(
 
     coming = yield _send(q[:, :, own.kept :], own.guests, sources)
     kept = attend(q[:, :, : own.kept], own.start)
-    guests = yield Receive(coming, _rows(q, own.guests))
+    guests = yield from _received(coming, _rows(q, own.guests))
     made = attend(guests, own.first)
     del coming, guests
     returned = yield from _returned(made, own, sources)
@@ -131,14 +132,14 @@ def _differentiating(
         )
         return found
 
-    going = torch.cat([x[:, :, own.kept :] for x in (grad_out, q, out)], -1)
+    going = torch.cat([x[:, :, own.kept :].transpose(1, 2) for x in (grad_out, q, out)], -1).transpose(1, 2)
     rows = yield _send(going, own.guests, sources)
     logs = yield _send(lse[:, :, own.kept :], own.guests, sources)
     del going
     dq, *kept = attend([x[:, :, : own.kept] for x in (grad_out, q, out, lse)], own.start)
-    parts = (yield Receive(rows, (*q.shape[:2], own.guests, sum(widths)))).split(widths, -1)
-    logs = yield Receive(logs, _rows(lse, own.guests))
-    guest, *lent_ = attend([*(x.contiguous() for x in parts), logs], own.first)
+    parts = (yield from _received(rows, (*q.shape[:2], own.guests, sum(widths)))).split(widths, -1)
+    logs = yield from _received(logs, _rows(lse, own.guests))
+    guest, *lent_ = attend([*map(_torch.by_rows, parts), logs], own.first)
     del rows, parts, logs
     (returned,) = yield from _returned((guest,), own, sources)
     dk, dv = (_summed(a, b, length) for a, b in zip(kept, lent_, strict=True))
@@ -158,12 +159,26 @@ def _returned(made: Sequence[Tensor], own: Share, sources: tuple[int, ...]) -> R
         coming.append((yield _send(x, own.lent, sources)))  # noqa: PERF401  a comprehension cannot yield
     received = []
     for x, started in zip(made, coming, strict=True):
-        received.append((yield Receive(started, _rows(x, own.lent))))
+        received.append((yield from _received(started, _rows(x, own.lent))))
     return received
 
 
-def _send(rows: Tensor, received: int, sources: tuple[int, ...]) -> Send:
-    return Send(rows.contiguous(), Exchange("permute", -1, "sum", sources, _rows(rows, received)))
+def _send(x: Tensor, received: int, sources: tuple[int, ...]) -> Send:
+    """Return the request to send [b, h, rows, ...], and to receive other rows."""
+    sent = x.transpose(1, 2) if x.dim() > 3 else x
+    return Send(sent.contiguous(), Exchange("permute", -1, "sum", sources, _sent(_rows(x, received))))
+
+
+def _received(started: Tensor, shape: tuple[int, ...]) -> Ring:
+    """Return [b, h, rows, ...] of this shape."""
+    found = yield Receive(started, _sent(shape))
+    return found.transpose(1, 2) if len(shape) > 3 else found
+
+
+def _sent(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which rows are sent: [b, rows, h, d] for [b, h, rows, d], and [b, h, rows] as it is."""
+    b, h, rows, *d = shape
+    return (b, rows, h, *d) if d else shape
 
 
 def _rows(x: Tensor, rows: int) -> tuple[int, ...]:
@@ -172,7 +187,9 @@ def _rows(x: Tensor, rows: int) -> tuple[int, ...]:
 
 
 def _joined(kept: Tensor, returned: Tensor) -> Tensor:
-    return torch.cat([kept, returned], 2) if returned.shape[2] else kept
+    if not returned.shape[2]:
+        return kept
+    return _torch.joined_by_rows([kept, returned]) if kept.dim() > 3 else torch.cat([kept, returned], 2)
 
 
 def _summed(one: Tensor, other: Tensor, rows: int) -> Tensor:
@@ -181,7 +198,8 @@ def _summed(one: Tensor, other: Tensor, rows: int) -> Tensor:
     longer[:, :, : shorter.shape[2]] += shorter
     if longer.shape[2] == rows:
         return longer
-    whole = longer.new_zeros(_rows(longer, rows))
+    b, h, _, d = longer.shape
+    whole = _torch.zeros_by_rows(longer, [b, h, rows, d])
     whole[:, :, : longer.shape[2]] = longer
     return whole
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar import _torch
 from autopar.mesh import Mesh
 from autopar.sharding.loan import number
 from autopar.sharding.zigzag import Block, halves, holder, shards, zigzag
@@ -82,7 +83,7 @@ class _Piece:
 
 
 Started = tuple[Tensor, tuple[int, ...]]
-"""What a ``Send`` returned, and the shape of what arrives."""
+"""What a ``Send`` returned, and the shape in which it arrives: [b, rows, h, d], or [b, h, rows] of row sums."""
 
 _ALL, _NONE = slice(None), slice(0, 0)
 
@@ -217,8 +218,10 @@ def _launched(moving: Sequence[tuple[Tensor, int]], sources: tuple[int, ...]) ->
     """Start to send each tensor, and to receive one of as many rows as stand beside it."""
     started: list[Started] = []
     for x, rows in moving:
-        shape = (*x.shape[:2], rows, *x.shape[3:])
-        received = yield Send(x.contiguous(), Exchange("permute", -1, "sum", sources, shape))
+        b, h, _, *d = x.shape
+        shape = (b, rows, h, *d) if d else (b, h, rows)
+        sent = x.transpose(1, 2) if d else x
+        received = yield Send(sent.contiguous(), Exchange("permute", -1, "sum", sources, shape))
         started.append((received, shape))
     return started
 
@@ -226,7 +229,8 @@ def _launched(moving: Sequence[tuple[Tensor, int]], sources: tuple[int, ...]) ->
 def _arrived(started: Sequence[Started]) -> Generator[Any, Any, list[Tensor]]:
     arrived = []
     for received, shape in started:
-        arrived.append((yield Receive(received, shape)))
+        x = yield Receive(received, shape)
+        arrived.append(x.transpose(1, 2) if len(shape) > 3 else x)
     return arrived
 
 
@@ -234,7 +238,8 @@ def _joined(started: Sequence[Sequence[Started]]) -> Generator[Any, Any, list[Te
     """Return what has been sent in two parts."""
     first = yield from _arrived(started[0])
     second = yield from _arrived(started[1])
-    return [torch.cat(parts, 2) for parts in zip(first, second, strict=True)]
+    pairs = zip(first, second, strict=True)
+    return [_torch.joined_by_rows(parts) if parts[0].dim() > 3 else torch.cat(parts, 2) for parts in pairs]
 
 
 @lru_cache(maxsize=1024)
@@ -255,7 +260,7 @@ class _Softmax:
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
         self.wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = q.new_zeros([*q.shape[:3], v.shape[3]], dtype=self.wide)
+        self.out = _torch.zeros_by_rows(q, [*q.shape[:3], v.shape[3]], self.wide)
         self.total = q.new_zeros(q.shape[:3], dtype=self.wide)
         self.highest = q.new_full(q.shape[:3], -math.inf, dtype=self.wide)
 
@@ -329,7 +334,7 @@ def _differentiating(
     place = _Place.of(rank, length, axes, options)
     grad_out, q, k, v, out, lse = yield from place.to_zigzag((grad_out, q, k, v, out, lse))
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (_torch.zeros_by_rows(x, x.shape, wide) for x in (q, k, v))
     block: list[Tensor] = [k, v]
     returning: list[Started] = []
     for distance in range(place.ways):
@@ -340,17 +345,22 @@ def _differentiating(
         if not distance:
             made = [dk, dv]
         elif [p.keys for p in pieces] != [_ALL]:
-            made = [x.new_zeros(x.shape, dtype=wide) for x in block]
+            made = [_torch.zeros_by_rows(x, x.shape, wide) for x in block]
         for p in pieces:
-            grad, *rows = (x[:, :, p.rows] for x in (grad_out, q, out, lse))
-            keys = (x[:, :, p.keys] for x in block)
-            found = torch.ops.autopar.attention_backward(grad, rows[0], *keys, columns, *rows[1:], seed, **p.options)
-            dq[:, :, p.rows] += found[0]
-            for total, part in zip(made, found[1:], strict=False):
-                total[:, :, p.keys] += part
+            # No name is left that would keep memory until the end of the ring.
+            found = torch.ops.autopar.attention_backward(
+                *(x[:, :, p.rows] for x in (grad_out, q)),
+                *(x[:, :, p.keys] for x in block),
+                columns,
+                *(x[:, :, p.rows] for x in (out, lse)),
+                seed,
+                **p.options,
+            )
+            _add((dq,), found[:1], p.rows)
+            _add(made, found[1:], p.keys)
             made = made or list(found[1:])
             del found
-        _add((dk, dv), (yield from _arrived(returning)))
+        _add((dk, dv), (yield from _arrived(returning)), _ALL)
         returning = []
         if distance:
             returning = yield from place.send_back([x.to(k.dtype) for x in made], distance)
@@ -358,14 +368,14 @@ def _differentiating(
         block = yield from _arrived(coming)
     dtype = out.dtype
     del grad_out, q, k, v, out, lse, block
-    _add((dk, dv), (yield from _arrived(returning)))
+    _add((dk, dv), (yield from _arrived(returning)), _ALL)
     return tuple((yield from place.to_shards([x.to(dtype) for x in (dq, dk, dv)])))
 
 
-def _add(gradients: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
-    """Add what another rank has found of the gradients of this one's keys, or of the first of these."""
-    for total, part in zip(gradients, arrived, strict=False):
-        total[:, :, : part.shape[2]] += part
+def _add(gradients: Sequence[Tensor], parts: Sequence[Tensor], rows: slice) -> None:
+    """Add parts to the gradients of these rows, or of the first of them: of another rank's keys not all are read."""
+    for total, part in zip(gradients, parts, strict=False):
+        total[:, :, rows][:, :, : part.shape[2]] += part
 
 
 RING_ATTENTION: Mapping[Callable[..., Any], Callable[..., Ring]] = {

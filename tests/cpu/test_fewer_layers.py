@@ -120,8 +120,8 @@ def test_known_ways_to_train_leave_open_what_they_do_for_all_layers(name: str, m
 def test_fewer_layers_tell_how_long_a_step_takes() -> None:
     told = [r for r in baseline_candidates(objective("llama", (8,)), Options()) if r.estimated_s > 0]
     assert {"ZeRO-1/2", "ZeRO-3", "TP"} <= {r.name for r in told}
-    for baseline in told:
-        assert baseline.estimated_s == pytest.approx(baseline.least_s, rel=ROUGH[0]), baseline.name
+    for baseline in told:  # too little told is only more to look at
+        assert 0.99 * baseline.least_s <= baseline.estimated_s <= (1 + ROUGH[0]) * baseline.least_s, baseline.name
 
 
 def test_a_third_depth_says_where_fewer_layers_are_sure() -> None:

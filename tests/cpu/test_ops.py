@@ -287,7 +287,10 @@ def test_fake_results_have_the_shapes_strides_and_dtypes_of_real_ones(number, dt
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, args)
         fake = getattr(OPS, name)(*fakes, **options)
     assert _strides(fake) == _strides(real)
-    assert all(torch.empty(shape).stride() == stride for shape, stride, _ in _strides(real))
+    made = real if isinstance(real, tuple | list) else [real]
+    if name.startswith("attention"):
+        made = [x.transpose(1, 2) if x.dim() == 4 else x for x in made]
+    assert all(torch.empty(shape).stride() == stride for shape, stride, _ in _strides(made))
 
 
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=IDS)

@@ -74,8 +74,8 @@ def test_the_flash_kernel_holds_what_is_counted(shape, g, by_rows) -> None:
     ops.attention_backward(grad, q, k, v, None, out, lse, None, **options)
     backward, made = held(lambda: ops.attention_backward(grad, q, k, v, None, out, lse, None, **options))
     for found, wanted in (
-        (forward, predicted([q, k, v], [out, lse], counted._attention_by_rows)),
-        (backward, predicted([grad, q, k, v, out, lse], made, counted._backward_by_rows)),
+        (forward, predicted([q, k, v], [out, lse], counted._attention_in_blocks)),
+        (backward, predicted([grad, q, k, v, out, lse], made, counted._backward_in_blocks)),
     ):
         assert found <= wanted + MIB
         assert wanted <= 1.03 * found + 32 * MIB

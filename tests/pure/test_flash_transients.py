@@ -10,6 +10,7 @@ import pytest
 from autopar.ir import Node
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.footprint import transients_of_attention as counted
+from autopar.planner.footprint.layouts import by_rows as rows_together
 from autopar.planner.footprint.layouts import contiguous
 from autopar.planner.footprint.local_op import LocalOp
 from autopar.sharding import Strategy
@@ -27,7 +28,7 @@ def gradient(
     options = {"is_causal": True, "dropout_p": 0.0} | kwargs
     node = Node("a", "autopar.attention_backward", (), tuple(options.items()), ())
     own, shared = ((contiguous((b, n, s, d)), 2) for n in (h, g))
-    laid, keys = ((counted._by_rows((b, n, s, d)) if by_rows else contiguous((b, n, s, d)), 2) for n in (h, g))
+    laid, keys = ((rows_together((b, n, s, d)) if by_rows else contiguous((b, n, s, d)), 2) for n in (h, g))
     operands = (own, laid, keys, keys, own, (contiguous((b, h, s)), 4))
     return LocalOp(node, (), operands, (own, shared, shared), device, Strategy((), ()), Mesh((1,)), (0,))
 
@@ -39,7 +40,7 @@ def gradient(
     ids=str,
 )
 def test_the_gradient_holds_what_a_gpu_held(shape, g, held, by_rows) -> None:
-    assert 0 <= held - counted._backward_by_rows(gradient(shape, g, by_rows=by_rows)) <= ROUNDING
+    assert 0 <= held - counted._backward_in_blocks(gradient(shape, g, by_rows=by_rows)) <= ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -48,15 +49,15 @@ def test_the_gradient_holds_what_a_gpu_held(shape, g, held, by_rows) -> None:
     ids=["a GPU without flash attention", "dropout"],
 )
 def test_where_the_flash_kernel_is_not_used_the_formulas_hold_scores(other) -> None:
-    shape = (4, 32, 2048, 64)
-    assert counted._backward_by_rows(gradient(shape, 4, **other)) > 4 * counted._backward_by_rows(gradient(shape, 4))
+    shape, held = (4, 32, 2048, 64), counted._backward_in_blocks
+    assert held(gradient(shape, 4, **other)) > 4 * held(gradient(shape, 4))
 
 
 def test_causal_queries_that_do_not_end_with_the_last_key_are_left_to_the_formulas() -> None:
     op = gradient((4, 32, 2048, 64), 4)
-    assert counted._backward_by_rows(op, ends_alike=False) > counted._backward_by_rows(op)
+    assert counted._backward_in_blocks(op, ends_alike=False) > counted._backward_in_blocks(op)
     free = replace(op, node=replace(op.node, kwargs=()))
-    assert counted._backward_by_rows(free, ends_alike=False) == counted._backward_by_rows(op)
+    assert counted._backward_in_blocks(free, ends_alike=False) == counted._backward_in_blocks(op)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Strides of local tensors: which ops return a view, and where a dense copy is made because no view is possible.
 
 The graph knows only shapes, but strides decide whether ``reshape`` copies and whether a collective packs what it sends.
-They follow from the ops: views change them as torch does, pointwise ops keep the order of their operands' dims, and all
-other ops make contiguous tensors.
+They follow from the ops: views change them as torch does, pointwise ops keep the order of their operands' dims,
+attention puts the rows of all heads together, and all other ops make contiguous tensors.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ capture drops as it drops all copies. The program copies their operands again if
 
 KEEPS_STRIDES = frozenset({"aten.clone", "aten._to_copy", "aten.empty_like", "aten.zeros_like", "aten.full_like"})
 """Ops whose results have the strides of their operand."""
+
+
+ATTENTION = frozenset({"autopar.attention", "autopar.attention_backward"})
+"""Ops whose results [batch, heads, rows, d] lie in memory as [batch, rows, heads, d]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,19 @@ def results(
         return tuple(pointwise_layout(operands[:1], shape) for shape in shapes), False
     if node.packet.startswith("aten.") and rule is not None and rule.elementwise:
         return tuple(pointwise_layout(operands, shape) for shape in shapes), False
+    if node.packet in ATTENTION:
+        return tuple(by_rows(shape) if len(shape) > 3 else contiguous(shape) for shape in shapes), False
     return tuple(map(contiguous, shapes)), False
+
+
+def by_rows(shape: tuple[int, ...]) -> Layout:
+    """Return the layout of [batch, heads, rows, d] that lies in memory as [batch, rows, heads, d]."""
+    order = (0, 2, 1, *range(3, len(shape)))
+    return permuted(contiguous(tuple(shape[i] for i in order)), order)
+
+
+def lies_by_rows(x: Layout) -> bool:
+    return permuted(x, (0, 2, 1, *range(3, len(x.shape)))).is_contiguous
 
 
 def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.planner.footprint.layouts import Layout, contiguous, permuted, pointwise_layout
+from autopar.planner.footprint.layouts import (
+    Layout,
+    by_rows,
+    contiguous,
+    lies_by_rows,
+    narrowed,
+    pointwise_layout,
+    with_length,
+)
 from autopar.planner.footprint.local_op import BLOCKS, SCALARS, Formulas, LocalOp, wide
 from autopar.sharding import Loan
 from autopar.sharding.loan import share
@@ -47,7 +55,8 @@ def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
     """Return the bytes that torch's kernel for CPUs takes besides the results; None if it is not used.
 
     It holds the additive mask and copies of operands whose rows are apart, and after these, copies of results that it
-    lays out in another way. Operand ``q`` is followed by k, v and the mask.
+    lays out in another way: attention like the queries, and its row sums by rows. Operand ``q`` is followed by k, v and
+    the mask.
     """
     x, v = op.operands[q], op.operands[q + 2]
     if op.device != "cpu" or op.node.kwarg("dropout_p") or x[0].shape[-1] != v[0].shape[-1]:
@@ -61,10 +70,10 @@ def _flash(op: LocalOp, q: int, masked: bool) -> int | None:
             mask = m.numel * x[1]
     read = [*op.operands[: q + 3], *op.operands[q + 3 + masked : q + 4 + masked][:q]]
     copied = sum(op.nbytes(y) for y in read if not _in_rows(y[0]))
-    laid = [_by_rows(r.shape) for r, _ in op.results]
+    again = 0
     if q == 0:
-        laid[0] = pointwise_layout([x[0] if _in_rows(x[0]) else contiguous(x[0].shape)], x[0].shape)
-    again = sum(op.nbytes(r) for r, made in zip(op.results, laid, strict=True) if not made.is_contiguous)
+        again = _copied_again(op, op.operands[:1])
+        again += 0 if lies_by_rows(op.results[1][0]) else op.nbytes(op.results[1])
     return max(making + mask - op.written, mask + copied, again)
 
 
@@ -73,7 +82,7 @@ def _flash_on_gpu(op: LocalOp, q: int, masked: bool, ends_alike: bool) -> int | 
 
     The backward adds up the gradient of the queries in single precision, where heads share keys it makes those of keys
     and values for every head, and it copies the output and its gradient unless the rows of all heads lie together. A
-    result is laid out like its operand, and copied if that is not contiguous.
+    result is laid out like its operand, and copied if rows of all heads do not lie together there.
 
     Args:
         ends_alike: whether the last of the queries reads all keys, as the kernel's causal mask has it.
@@ -88,16 +97,18 @@ def _flash_on_gpu(op: LocalOp, q: int, masked: bool, ends_alike: bool) -> int | 
     if q:
         rows = -(-s // 128) * 128
         working = b * h * rows * (width + 1) * 4 + (2 * b * h * t * d * size if g != h else 0)
-        working += sum(op.nbytes(y) for y in (op.operands[0], op.operands[4 + masked]) if y[0] != _by_rows(y[0].shape))
+        working += sum(op.nbytes(y) for y in (op.operands[0], op.operands[4 + masked]) if y[0] != by_rows(y[0].shape))
     else:
         working = b * h * s * (width + 1) * 4 * _splits(b * h * -(-s // 64), t)
     copied = sum(op.nbytes(y) for y in op.operands[: q + 3] if not _in_rows(y[0]))
-    like = op.operands[q : q + 3]
-    laid = [pointwise_layout([y if _in_rows(y) else contiguous(y.shape)], y.shape) for y, _ in like]
-    again = sum(
-        op.nbytes(r) for r, made in zip(op.results[: 3 if q else 1], laid, strict=False) if not made.is_contiguous
-    )
+    again = _copied_again(op, op.operands[q : q + 3] if q else op.operands[:1])
     return copied + max(working, again) + SCALARS
+
+
+def _copied_again(op: LocalOp, like: Sequence[tuple[Layout, int]]) -> int:
+    """Return the bytes of results that kernels lay out like these operands, and that are then copied."""
+    made = zip(op.results, like, strict=False)
+    return sum(op.nbytes(r) for r, (x, _) in made if _in_rows(x) and not lies_by_rows(pointwise_layout([x], x.shape)))
 
 
 def _splits(blocks: int, keys: int) -> int:
@@ -108,12 +119,6 @@ def _splits(blocks: int, keys: int) -> int:
 
 def _in_rows(x: Layout) -> bool:
     return x.is_contiguous or x.strides[-1] == 1
-
-
-def _by_rows(shape: tuple[int, ...]) -> Layout:
-    """Return the layout of [batch, heads, rows, ...] that lies in memory as [batch, rows, heads, ...]."""
-    order = (0, 2, 1, *range(3, len(shape)))
-    return permuted(contiguous(tuple(shape[i] for i in order)), order)
 
 
 PROCESSORS = 320
@@ -128,7 +133,7 @@ def _has_mask(op: LocalOp, position: int) -> bool:
 
 def _attention(op: LocalOp) -> int:
     if (loan := _loan(op)) is not None:
-        return _balanced(op, loan, 0, _attention_by_rows)
+        return _balanced(op, loan, 0, _attention_in_blocks)
     if axes := ring_axes(op.strategy):
         return _on_a_ring(op, axes, 0)
     return _attention_alone(op)
@@ -136,7 +141,7 @@ def _attention(op: LocalOp) -> int:
 
 def _attention_alone(op: LocalOp) -> int:
     flash = _flash(op, 0, _has_mask(op, 3))
-    return _attention_by_rows(op, _all_rows(op, 0)) if flash is None else flash
+    return _attention_in_blocks(op, _all_rows(op, 0)) if flash is None else flash
 
 
 def _all_rows(op: LocalOp, q: int) -> bool:
@@ -156,7 +161,7 @@ def _in_parts(op: LocalOp, q: int) -> int | None:
     return op.written + converted + 4 * op.nbytes(op.results[1])
 
 
-def _attention_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
+def _attention_in_blocks(op: LocalOp, ends_alike: bool = True) -> int:
     if (found := _in_parts(op, 0)) is not None:
         return found
     if (flash := _flash_on_gpu(op, 0, _has_mask(op, 3), ends_alike)) is not None:
@@ -169,7 +174,7 @@ def _attention_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
 
 def _attention_backward(op: LocalOp) -> int:
     if (loan := _loan(op)) is not None:
-        return _balanced(op, loan, 1, _backward_by_rows)
+        return _balanced(op, loan, 1, _backward_in_blocks)
     if axes := ring_axes(op.strategy):
         return _on_a_ring(op, axes, 1)
     return _backward_alone(op)
@@ -177,14 +182,14 @@ def _attention_backward(op: LocalOp) -> int:
 
 def _backward_alone(op: LocalOp) -> int:
     flash = _flash(op, 1, _has_mask(op, 4))
-    return _backward_by_rows(op, _all_rows(op, 1)) if flash is None else flash
+    return _backward_in_blocks(op, _all_rows(op, 1)) if flash is None else flash
 
 
 def _loan(op: LocalOp) -> Loan | None:
     return lent(op.node, op.strategy, op.metas, op.mesh)
 
 
-def _balanced(op: LocalOp, loan: Loan, q: int, by_rows: Callable[[LocalOp], int]) -> int:
+def _balanced(op: LocalOp, loan: Loan, q: int, in_blocks: Callable[[LocalOp], int]) -> int:
     """Return the bytes of an attention whose rows are lent, as in ``spmd.lending``.
 
     These are rows on their way, the results of the kept rows and of the guests, and what either call holds.
@@ -195,10 +200,12 @@ def _balanced(op: LocalOp, loan: Loan, q: int, by_rows: Callable[[LocalOp], int]
     own = share(loan.n, loan.axes, loan.lent, op.mesh, op.at)
     cut = {*range(q + 1), *range(q + 3, len(op.operands))}
 
-    def of(rows: int, stop: int) -> tuple[LocalOp, int, int]:
-        """Return the call of some rows, and the bytes of what it reads and makes for them alone."""
+    def of(rows: int, stop: int, *, arrived: bool = False) -> tuple[LocalOp, int, int]:
+        """Return the call of some rows, and the bytes of what it reads and makes for them alone. They are parts of the
+        operands, unless rows have arrived from another rank."""
         lengths = {i: rows if i in cut else stop for i, (x, _) in enumerate(op.operands) if len(x.shape) > 2}
-        operands = tuple((_with_rows(x, lengths.get(i)), size) for i, (x, size) in enumerate(op.operands))
+        parts = {i: _with_rows(op.operands[i][0], n, dense=arrived and i in cut) for i, n in lengths.items()}
+        operands = tuple((parts.get(i, x), size) for i, (x, size) in enumerate(op.operands))
         made = [rows, *(rows if q == 0 else stop for _ in op.results[1:])]
         results = tuple((_with_rows(x, n), size) for (x, size), n in zip(op.results, made, strict=True))
         part = replace(op, operands=operands, results=results)
@@ -208,12 +215,12 @@ def _balanced(op: LocalOp, loan: Loan, q: int, by_rows: Callable[[LocalOp], int]
         """Return what a call holds; products copy the first of the keys and values, if nothing else has."""
         copies = op.operands[q][1] >= 4 and _in_parts(op, q) is None
         alone = _backward_alone if q else _attention_alone
-        return (by_rows if first else alone)(part) + (
+        return (in_blocks if first else alone)(part) + (
             sum(map(op.nbytes, part.operands[q + 1 : q + 3])) if copies else 0
         )
 
     kept, _, made = of(own.kept, own.start + own.kept)
-    guests, arrived, guests_made = of(own.guests, own.first + own.guests)
+    guests, arrived, guests_made = of(own.guests, own.first + own.guests, arrived=True)
     going = of(own.lent, own.stop)[1]
     returned = sum(op.nbytes((_with_rows(x, own.lent), size)) for x, size in op.results[: 1 if q else None])
     joined = op.written if own.lent or q else 0
@@ -289,11 +296,17 @@ def _call(op: LocalOp, q: int, rows: int, keys: int) -> LocalOp:
     return replace(op, operands=operands, results=results)
 
 
-def _with_rows(x: Layout, rows: int | None) -> Layout:
-    return x if rows is None else contiguous((*x.shape[:2], rows, *x.shape[3:]))
+def _with_rows(x: Layout, rows: int | None, *, dense: bool = True) -> Layout:
+    """Return some rows of [batch, heads, rows, ...] by themselves, or as a part of ``x``."""
+    if rows is None:
+        return x
+    if not dense:
+        return narrowed(x, 2, rows)
+    shape = with_length(x.shape, 2, rows)
+    return by_rows(shape) if len(shape) > 3 else contiguous(shape)
 
 
-def _backward_by_rows(op: LocalOp, ends_alike: bool = True) -> int:
+def _backward_in_blocks(op: LocalOp, ends_alike: bool = True) -> int:
     if (found := _in_parts(op, 1)) is not None:
         return found
     if (flash := _flash_on_gpu(op, 1, _has_mask(op, 4), ends_alike)) is not None:
