@@ -1,10 +1,11 @@
 """The search for a pipeline: micro-batches, the cut, the schedule, and the plan of every stage.
 
-One plan of the whole model for one micro-batch, on the mesh of a stage, tells the seconds and bytes of every block. A
-stage's optimum is affine in its blocks, so that sums of these are what any cut costs. The model is cut so that no rank
-takes longer than need be, each schedule is simulated exactly with the stages' own seconds, and those of the shortest
-are planned stage by stage. A stage takes the choices of the whole plan where they fit; else its shardings, with what is
-kept, recomputed and offloaded chosen anew, or what a search of the stage finds, if that is shorter.
+One plan of the whole model for one micro-batch, on the mesh of a stage, tells the seconds and bytes of every block. Of
+a deep model as many equal layers are planned as a stage has, and stand for the others. A stage's optimum is affine in
+its blocks, so that sums of these are what any cut costs. The model is cut so that no rank takes longer than need be,
+each schedule is simulated exactly with the stages' own seconds, and those of the shortest are planned stage by stage. A
+stage takes the choices of the whole plan where they fit; else its shardings, with what is kept, recomputed and
+offloaded chosen anew, or what a search of the stage finds, if that is shorter.
 
 The whole model with as many micro-batches in flight as there are ranks, on a device that has the memory of all ranks
 of the pipeline, holds what the ranks hold together. Where the shortest does not fit, and those that do take longer, the
@@ -334,10 +335,11 @@ class _PipelineSearch:
         blocks += [BlockCosts()] * (len(places.blocks) - len(blocks))
         for name in like.keys() & block_of.keys():
             blocks[block_of[name]] = blocks[block_of[like[name]]]
-        bound = planned.trace[0].bound if planned.trace else 0.0
-        if fewer is not None:
+        if fewer is None:
+            bound = planned.trace[0].bound if planned.trace else 0.0
+        else:
             prices = Prices(self.stage_mesh, self.stage_cluster, self.options.backend, self.options.decomposed)
-            bound = max(bound, least_seconds(planned.decisions, prices, like))
+            bound = least_seconds(planned.decisions, prices, like)
         return _Whole(micro, places, planned, like, tuple(blocks), bound)
 
     def _planned_micro_batch(self, graph: Graph, whole: Graph, options: Options, budget: float | None) -> Planned:
@@ -454,14 +456,20 @@ class _PipelineSearch:
         return tuple(peaks)
 
     def _planned(self, drawn: Sequence[_Drawn]) -> PlannedPipeline:
-        """Plan the stages of the shortest pipelines, and return the shortest of those that fit."""
+        """Plan the stages of the shortest pipelines, while that may gain more than it costs, and return the shortest of
+        those that fit."""
         fitting = list(filter(self._fits, drawn))
         ranked = sorted(fitting, key=lambda d: d.seconds) or sorted(drawn, key=lambda d: max(d.peaks))
         ends = now() + (1 - WHOLE_SHARE) * self.options.time_limit_s
         best: PlannedPipeline | None = None
         refused: list[InfeasibleError] = []
+        began = now()
         for d in ranked[:TRIED]:
-            if (best is not None and d.seconds >= best.seconds) or ((best is not None or refused) and now() > ends):
+            took_s, began = now() - began, now()
+            if (best is not None or refused) and began > ends:
+                break
+            gain_s = math.inf if best is None else best.seconds - d.seconds
+            if gain_s <= 0 or gain_s * self.options.training_steps < took_s:
                 break
             try:
                 found = self._with_stages(d, ends)
