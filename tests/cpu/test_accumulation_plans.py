@@ -8,6 +8,13 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.planner.graphs.accumulation import with_gradient_sums
+from autopar.planner.options import Options
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import Decisions, decide
+from autopar.planner.search.two_stage import sharded_as, with_lean_sums
+from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import (
     FLOOR,
     TOLERANCE,
@@ -112,3 +119,32 @@ def test_a_saved_plan_keeps_its_steps(tmp_path) -> None:
     loaded = autopar.Plan.load(tmp_path / "plan.json")
     assert loaded.options["accumulation_steps"] == 3
     _assert_exact(model, inputs, loaded)
+
+
+def _decisions(steps: int) -> Decisions:
+    graph = ColoTracer().capture(Wide(), {"x": torch.zeros(32, 4096)}).graph
+    options = Options(accumulation_steps=steps)
+    mesh = Mesh((8,))
+    return decide(with_gradient_sums(graph, steps, None), mesh, options, resolve(graph, mesh, {}, {}))
+
+
+def test_known_shardings_leave_open_how_sums_are_held() -> None:
+    d = _decisions(4)
+    still = sharded_as(d, [0] * len(d.variables), d)
+    free = {v.key for v, options in zip(d.variables, still, strict=True) if options is None and v.kind != "copy"}
+    accumulators = {i.node for i in d.graph.inputs if i.kind == "accumulator"}
+    assert len(accumulators) == 2
+    assert free == d.summing > accumulators
+    assert not _decisions(1).summing
+
+
+def test_the_leanest_sums_are_reduced_at_once() -> None:
+    d = _decisions(4)
+    lean = with_lean_sums(d, tuple(None for _ in d.variables))
+    for v, options in zip(d.variables, lean, strict=True):
+        if v.kind != "accumulator":
+            assert options is None
+            continue
+        assert options and len(options) < len(v.options)
+        specs = [v.options[o].outputs[0] for o in options]
+        assert all(not s.partial and any(s.dims) for s in specs if s is not None)

@@ -75,9 +75,11 @@ def carried(
 
 
 def _same(planned: Planned, like: Mapping[str, str], d: Decisions, but: Collection[str] = ()) -> Open:
-    """Return for each variable the option of ``planned``; None, for all, where it has none, or for kinds ``but``."""
+    """Return for each variable the option of ``planned``; None, for all, where it has none, or for kinds ``but`` and,
+    with these, sums of gradients."""
     before, chosen = planned.decisions, planned.solution.choice
-    same = [None if v.kind in but else same_option(before, chosen, v, _key(v, like)) for v in d.variables]
+    still = {v.key for v in d.variables if v.kind in but} | (d.summing if but else frozenset())
+    same = [None if v.key in still else same_option(before, chosen, v, _key(v, like)) for v in d.variables]
     return tuple(None if option is None else (option,) for option in same)
 
 

@@ -87,6 +87,13 @@ class Decisions:
         return {o.name: self.graph.meta(o.value).dtype for o in self.graph.outputs if o.kind == "gradient"}
 
     @cached_property
+    def summing(self) -> frozenset[str]:
+        """The accumulators of gradients and the ops that add to them."""
+        sums = [i.node for i in self.graph.inputs if i.kind == "accumulator"]
+        adding = (reader.name for name in sums for reader, _ in self.graph.consumers.get(Value(name), ()))
+        return frozenset((*sums, *adding))
+
+    @cached_property
     def returned(self) -> frozenset[Value]:
         """Values that leave the program: the caller gets them, or another pipeline stage."""
         return frozenset(o.value for o in self.graph.outputs if is_handed_out(o))

@@ -31,7 +31,15 @@ from autopar.planner.search.rounds import (
 )
 from autopar.planner.search.smallest_peak import search_smallest_peak
 from autopar.planner.search.state import Choice, Result, Search, SearchState, first_constraints
-from autopar.planner.search.two_stage import Checkpointed, CheckpointSearch, Open, axes_as_one, recomputed, sharded_as
+from autopar.planner.search.two_stage import (
+    Checkpointed,
+    CheckpointSearch,
+    Open,
+    axes_as_one,
+    recomputed,
+    sharded_as,
+    with_lean_sums,
+)
 from autopar.solver import relative_gap, sum_of_least
 from autopar.solver.clock import now
 
@@ -291,10 +299,13 @@ class Layers:
             return state
         kept = layer_boundaries(objective.decisions, objective.runs)
         lean = lean_first(search, state, together=False)
-        for _, still in itertools.islice(lean, settings.LAYERS_MOST):
+        ways = (
+            recomputed(objective.decisions, still, kept) for _, still in itertools.islice(lean, settings.LAYERS_MOST)
+        )
+        for among in (a for way in ways for a in dict.fromkeys((way, with_lean_sums(objective.decisions, way)))):
             if state.best is not None or now() > until:
                 break
-            among, left_s = recomputed(objective.decisions, still, kept), until - now()
+            left_s = until - now()
             choice = solve_open(objective.problem(), among, left_s, search.options.solver, settings.KNOWN_GAP)
             if choice is not None:
                 state = state.with_plan(search, search.measure(objective, choice, self.name, search.budget))

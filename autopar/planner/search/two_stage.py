@@ -18,6 +18,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.holding import ABSENT, KEEP, RECOMPUTE
+from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.memory.exact_constraints import ExactMemory, points_over
 from autopar.planner.memory.points import ProgramPoint, end
@@ -64,10 +65,13 @@ class Checkpointed:
 
 def sharded_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Open:
     """What stays open in ``d`` with the shardings of ``choice``: ops, inputs, parameters and results are as there, and
-    what is run again is run as before. How values are held and handed on is open."""
+    what is run again is run as before. How values and sums of gradients are held and handed on is open."""
     chosen = {v.key: v.options[o] for v, o in zip(free.variables, choice, strict=True)}
     still: list[tuple[int, ...] | None] = []
     for v in d.variables:
+        if v.key in d.summing:
+            still.append(None)
+            continue
         if v.kind == "rerun" and v.node is not None:
             still.append((0, v.options.index(chosen[v.node.name], 1)))
         elif v.kind in ("copy", "hold") or v.key not in chosen:
@@ -100,6 +104,17 @@ def axes_as_one(d: Decisions) -> tuple[tuple[int, ...], ...] | None:
             open_of[id(v.options)] = tuple(alike)
     still = tuple(open_of[id(v.options)] for v in d.variables)
     return still if d.mesh.ndim > 1 and all(still) else None
+
+
+def with_lean_sums(d: Decisions, still: Open) -> Open:
+    """What of ``still`` stays open where sums of gradients are held in the least bytes: each is reduced at once."""
+    found = list(still)
+    for i, v in enumerate(d.variables):
+        if v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
+            among = range(len(v.options)) if still[i] is None else still[i]
+            sizes = {o: local_bytes(v.node.outputs[0], v.options[o].outputs[0], d.mesh) for o in among or ()}
+            found[i] = tuple(o for o, size in sizes.items() if size == min(sizes.values()))
+    return tuple(found)
 
 
 def recomputed(d: Decisions, still: Open, kept: Collection[int]) -> Open:
