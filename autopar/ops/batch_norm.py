@@ -166,7 +166,7 @@ def _backward_input(
 ) -> Tensor:
     statistics = (mean, rstd, sum_grad, sum_grad_xhat)
     if _kernels_take(x, *statistics) and grad.dtype == x.dtype and count < INT32:
-        return _input_by_kernel(grad, x, _in_dtype(weight, mean.dtype), *statistics, count)
+        return _input_by_kernel(grad, x, _in_dtype(weight, mean.dtype), statistics, count)
     # dx = rstd w (g - sum(g) / count - xhat sum(g xhat) / count), with xhat = (x - mean) rstd
     scale = rstd if weight is None else rstd * weight
     slope, shift = rstd * sum_grad_xhat / -count, sum_grad / -count
@@ -180,18 +180,12 @@ def _backward_input(
 
 
 def _input_by_kernel(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    sum_grad: Tensor,
-    sum_grad_xhat: Tensor,
-    count: int,
+    grad: Tensor, x: Tensor, weight: Tensor | None, statistics: tuple[Tensor, ...], count: int
 ) -> Tensor:
+    # Without a check this kernel takes statistics to be contiguous.
+    mean, rstd, sum_grad, sum_grad_xhat = (s.contiguous() for s in statistics)
+    sums = (sum_grad, sum_grad_xhat / rstd)
     counted = torch.full([1], count, dtype=torch.int32, device=x.device)
-    mean, rstd, sum_grad = (s.contiguous() for s in (mean, rstd, sum_grad))  # which this kernel does not check
-    sums = (sum_grad, (sum_grad_xhat / rstd).contiguous())
     dx: Tensor = torch.batch_norm_backward_elemt(_planes(grad), _planes(x), mean, rstd, weight, *sums, counted)
     return dx.view(x.shape)
 

@@ -149,6 +149,28 @@ def test_a_budget_that_nothing_fits_is_refused() -> None:
         planned(memory_budget=2000)
 
 
+class Scored(Model):
+    """A model that also returns what its loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 4096)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(x)
+        return {"loss": nn.functional.cross_entropy(scores, y), "scores": scores}
+
+
+def test_an_error_names_an_output_that_takes_much_of_the_budget() -> None:
+    asked = Pipeline(micro_batches=8, schedule="1f1b")
+    batch = {"x": torch.zeros(64, WIDTH), "y": torch.zeros(64, dtype=torch.int64)}
+    with pytest.raises(AutoparError, match=r"output 'scores' takes 512\.00 KiB for the whole batch") as told:
+        autopar.plan(Scored(), batch, {"pp": 2, "dp": 2}, "dgx-h100", pipeline=asked, memory_budget=2000, time_limit=2)
+    assert "let the forward return less than 'scores'" in str(told.value)
+
+
 def test_pipelines_by_hand_stand_beside_the_plan() -> None:
     compared = autopar.compare(Model(), inputs(), {"pp": 2, "dp": 2}, "dgx-h100", pipeline=Pipeline(micro_batches=4))
     names = [row.name for row in compared.baselines]

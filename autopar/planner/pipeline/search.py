@@ -84,11 +84,11 @@ LEAST_SHARE = 0.05
 """Share of the budget that a stage may take at least, whatever the rank's other stages are estimated to."""
 
 TELLING = 0.1
-"""Share of a rank's peak from which on an error names an output that takes as much."""
+"""An error names an output that takes more than this share of a rank's peak."""
 
 NEARLY = 1.05
-"""Times the budget up to which a pipeline is estimated to fit: its stages are planned exactly afterwards. And times the
-shortest's seconds up to which one that fits is taken, where the shortest does not."""
+"""A pipeline estimated to hold up to this many times the budget may fit, since its stages are planned exactly
+afterwards; and one that fits is good enough if it takes up to this many times as long as the shortest."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,6 @@ def plan_pipeline(
         PlanError: what is asked does not fit the model or the batch.
         InfeasibleError: no pipeline fits the budget.
     """
-    options = replace(options, device=cluster.device.kernels)
     with limited(options.time_limit_s):
         return _PipelineSearch(graph, mesh, cluster, options, asked, report or (lambda _: None)).run()
 
@@ -146,7 +145,7 @@ def pipelines_by_hand(
 
     They may hold more than the budget.
     """
-    free = replace(options, memory_budget_bytes=UNLIMITED, constraints={}, device=cluster.device.kernels)
+    free = replace(options, memory_budget_bytes=UNLIMITED, constraints={})
     stage_mesh = without_axis(mesh, AXIS, cluster)[0]
     with limited(options.time_limit_s):
         for name in [b.name for b in baselines(stage_mesh)] or [""]:
@@ -244,6 +243,9 @@ class _PipelineSearch:
     asked: Pipeline
     report: Progress
     wholes: dict[tuple[int, float | None], _Whole] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.options = replace(self.options, device=self.cluster.device.kernels)
 
     @cached_property
     def ranks(self) -> int:

@@ -282,7 +282,8 @@ class KnownShardings:
 @dataclass(frozen=True)
 class Layers:
     """A first plan of equal layers, with a known sharding: all is recomputed but what crosses from layer to layer (Chen
-    et al. 2016). That takes no constraints, so it is there soon, however deep the model.
+    et al. 2016). That takes no constraints, so it is there soon, however deep the model. Where that does not fit, sums
+    of gradients are held in the least bytes too.
     """
 
     name: str = "layers recomputed"

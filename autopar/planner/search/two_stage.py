@@ -111,8 +111,9 @@ def with_lean_sums(d: Decisions, still: Open) -> Open:
     found = list(still)
     for i, v in enumerate(d.variables):
         if v.kind == "accumulator" and v.node is not None and v.node.outputs[0] is not None:
-            among = range(len(v.options)) if still[i] is None else still[i]
-            sizes = {o: local_bytes(v.node.outputs[0], v.options[o].outputs[0], d.mesh) for o in among or ()}
+            allowed = still[i]
+            among = range(len(v.options)) if allowed is None else allowed
+            sizes = {o: local_bytes(v.node.outputs[0], v.options[o].outputs[0], d.mesh) for o in among}
             found[i] = tuple(o for o, size in sizes.items() if size == min(sizes.values()))
     return tuple(found)
 
