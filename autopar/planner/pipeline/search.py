@@ -20,31 +20,28 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError, Shortfall
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh, without_axis
-from autopar.pipelines.actions import Kind, Schedule
+from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, in_flight, simulate
-from autopar.pipelines.messages import waiting
 from autopar.pipelines.orders import SCHEDULES, schedule, zero_bubble
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.baselines.roles import baselines
-from autopar.planner.footprint.state import state_bytes
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.graphs.layers import shortened
 from autopar.planner.graphs.shared import shared
 from autopar.planner.memory.exact import profile
-from autopar.planner.memory.lifetimes import held_throughout
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
 from autopar.planner.pipeline.carry import SAME_CHOICES, carried
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
-from autopar.planner.pipeline.parts import Parts, parts_of, weight_ops
+from autopar.planner.pipeline.parts import parts_of
+from autopar.planner.pipeline.peaks import StageBytes, inputs_of, output_bytes, rank_peaks, static_bytes
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
 from autopar.planner.pricing.prices import Prices, least_seconds
 from autopar.planner.problem.constraints import resolve, those_that_apply
@@ -55,7 +52,6 @@ from autopar.planner.search.infeasible import bytes_text
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.planner.search.settings import ROUND_SHARE
 from autopar.planner.search.state import Progress
-from autopar.program import LocalTensor
 from autopar.solver.clock import limited, now
 
 TRIED = 3
@@ -515,8 +511,7 @@ class _PipelineSearch:
         flying = in_flight(d.schedule)
         n = m * self.options.accumulation_steps
         stages: list[Stage] = []
-        planned: list[Planned] = []
-        parts: list[Parts] = []
+        held: list[StageBytes] = []
         specs: dict[str, str] = {}
         stored: dict[str, str] = {}
         for s, stage in enumerate(graphs):
@@ -539,13 +534,13 @@ class _PipelineSearch:
             if found.memory.peak_bytes > room.left_for(s):
                 room.least[s] = found.memory.peak_bytes
             one = self._stage_options(m, 1)
-            parts.append(parts_of(found.program, found.decisions.graph, self.stage_mesh, one, self.overlap))
-            room.resident[s] = _static_bytes(found, self.stage_mesh, one) + flying[s] * parts[s].held
+            parts = parts_of(found.program, found.decisions.graph, self.stage_mesh, one, self.overlap)
+            held.append(StageBytes(found, summing.takes, parts, self.stage_mesh, one))
+            room.resident[s] = static_bytes(found, self.stage_mesh, one) + flying[s] * parts.held
             stages.append(summing)
-            planned.append(found)
             specs = seam_specs(summing, found)
-            stored |= {name: str(tensor.spec) for name, tensor in _inputs(found, "parameter")}
-        return self._result(d, tuple(stages), tuple(planned), parts)
+            stored |= {name: str(tensor.spec) for name, tensor in inputs_of(found, "parameter")}
+        return self._result(d, tuple(stages), held)
 
     def _with_shared(self, planned: Planned, options: Options) -> Planned:
         """Return a plan whose micro-batches share what they compute alike and keep, as its memory is counted."""
@@ -568,20 +563,19 @@ class _PipelineSearch:
         budget = budget_bytes(self.stage_cluster, options)
         return min(plans, key=lambda p: (p.memory.peak_bytes > budget, p.timeline.seconds))
 
-    def _result(
-        self, d: _Drawn, stages: tuple[Stage, ...], planned: tuple[Planned, ...], parts: Sequence[Parts]
-    ) -> PlannedPipeline:
+    def _result(self, d: _Drawn, stages: tuple[Stage, ...], held: Sequence[StageBytes]) -> PlannedPipeline:
+        parts, planned = [stage.parts for stage in held], tuple(stage.planned for stage in held)
         costs = Costs(
             forward=tuple(p.forward for p in parts),
             backward_input=tuple(p.backward_input for p in parts),
             backward_weight=tuple(p.backward_weight for p in parts),
-            send=tuple(self._send_s(self._message_bytes(s, p)) for s, p in zip(stages[:-1], planned[:-1], strict=True)),
+            send=tuple(self._send_s(stage.message) for stage in held[:-1]),
             held=tuple(float(p.held) for p in parts),
             kept=tuple(float(min(p.kept, p.held)) for p in parts),
             last_backward=tuple(p.delivery for p in parts),
             first_forward=tuple(p.once for p in parts),
         )
-        made, peaks = self._with_memory(d, costs, stages, planned, parts)
+        made, peaks = self._with_memory(d, costs, held)
         seconds = simulate(made, costs).seconds
         return PlannedPipeline(
             d.whole.micro,
@@ -596,9 +590,7 @@ class _PipelineSearch:
             peaks,
         )
 
-    def _with_memory(
-        self, d: _Drawn, costs: Costs, stages: Sequence[Stage], planned: Sequence[Planned], parts: Sequence[Parts]
-    ) -> tuple[Schedule, tuple[int, ...]]:
+    def _with_memory(self, d: _Drawn, costs: Costs, held: Sequence[StageBytes]) -> tuple[Schedule, tuple[int, ...]]:
         """Return the schedule for these stages, and the peaks of its ranks.
 
         Where a rank would hold more than the budget, it puts off less of its weights' gradients, or has fewer
@@ -614,7 +606,7 @@ class _PipelineSearch:
             elif made.name == "zb":
                 made = zero_bubble(made.ranks, made.micro_batches, lag)
             made = made.with_whole_backwards(whole)
-            peaks = self._peaks(made, stages, planned, parts)
+            peaks = rank_peaks(made, held)
             changed = False
             for rank in (r for r in range(made.ranks) if peaks[r] > self.budget):
                 if made.name == "zb" and lag[rank] > 0:
@@ -630,63 +622,6 @@ class _PipelineSearch:
             if not changed:
                 return made, peaks
 
-    def _message_bytes(self, stage: Stage, planned: Planned) -> int:
-        """Return the bytes of a rank's part of what goes to the next stage, or of the gradients that come back."""
-        sizes = {o.name: planned.program.tensors[name].bytes for o, name in planned.program.results if o.kind == "sent"}
-        back = [t.bytes for name, t in _inputs(planned, "tangent") if name in stage.takes]
-        return max(sum(sizes.values()), sum(back))
-
-    def _peaks(
-        self, made: Schedule, stages: Sequence[Stage], planned: Sequence[Planned], parts: Sequence[Parts]
-    ) -> tuple[int, ...]:
-        """Return the most bytes that a device of each rank holds.
-
-        While a stage runs its forward or backward, it holds the peak of that, what its other micro-batches in flight
-        and the other stages of the rank keep, the outputs of all micro-batches so far, and messages: that of the next
-        action, and those that it sent and that may not have arrived. In the end outputs are joined one by one.
-        """
-        options = self._stage_options(made.micro_batches, 1)
-        split = {a.stage for row in made.order for a in row if a.kind == "I"}
-        alone = [_peaks_alone(p, self.stage_mesh, options, split=s in split) for s, p in enumerate(planned)]
-        static = [
-            _static_bytes(p, self.stage_mesh, options) + part.held_once for p, part in zip(planned, parts, strict=True)
-        ]
-        given = [_given_bytes(p, self.stage_mesh, options) for p in planned]
-        outputs = [tuple(_output_bytes(p).values()) for p in planned]
-        m = made.micro_batches
-        into = {("F", s): sum(t.bytes for _, t in _inputs(p, "received")) for s, p in enumerate(planned)}
-        into |= {
-            ("B", s): sum(t.bytes for name, t in _inputs(p, "tangent") if name in stages[s].takes)
-            for s, p in enumerate(planned)
-        }
-        out = {("F", s + 1): _sent_bytes(p) for s, p in enumerate(planned)}
-        peaks = []
-        for rank in range(made.ranks):
-            mine = [s for s, r in enumerate(made.rank_of) if r == rank]
-            held = dict.fromkeys(mine, 0)
-            all_given = {name: size for s in mine for name, size in given[s].items()}
-            beside = {
-                s: sum(static[t] for t in mine if t != s) + sum(all_given.values()) - sum(given[s].values())
-                for s in mine
-            }
-            every = sum(sum(outputs[s]) for s in mine)
-            most = max(alone[s].step + beside[s] + m * every - sum(outputs[s]) for s in mine)
-            largest = max((size for s in mine for size in outputs[s]), default=0)
-            done = dict.fromkeys(mine, 0)
-            joining = sum(static[s] for s in mine) + sum(all_given.values()) + m * (every + largest * (m > 1))
-            most = max(most, joining)
-            for (kind, s, _), coming, going in waiting(made.order, made.rank_of, rank):
-                before = held[s] - (parts[s].held if kind in ("B", "I") else parts[s].kept if kind == "W" else 0)
-                others = beside[s] + sum(held[t] for t in mine if t != s)
-                messages = sum(into[m.kind, m.to] for m in coming)
-                messages += sum(out.get((m.kind, m.to), into[m.kind, m.to]) for m in going)
-                returned = sum(done[t] * sum(outputs[t]) for t in mine) - (kind != "F") * sum(outputs[s])
-                most = max(most, alone[s].during[kind] + before + others + returned + messages)
-                done[s] += kind == "F"
-                held[s] = before + {"F": parts[s].held, "I": parts[s].kept}.get(kind, 0)
-            peaks.append(most)
-        return tuple(peaks)
-
 
 def _plan_or_leanest(graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Planned:
     """Return the plan within the budget or, where there is none, that of the smallest peak that was found."""
@@ -699,79 +634,11 @@ def _plan_or_leanest(graph: Graph, mesh: Mesh, cluster: Cluster, options: Option
         return found
 
 
-class _Alone(NamedTuple):
-    """The most bytes that a stage holds with one micro-batch: during each kind of action, and in the optimizer's
-    step."""
-
-    during: Mapping[Kind, int]
-    step: int
-
-
-def _peaks_alone(planned: Planned, mesh: Mesh, options: Options, *, split: bool) -> _Alone:
-    """Return the peaks of a stage, whose backward runs in two parts where it is ``split``: what the second part reads
-    is held until then."""
-    program, turn = planned.program, planned.program.turn
-    weights = weight_ops(program) if split else frozenset[str]()
-    inputs = [op for op in program.ops[turn:] if op.name not in weights]
-    rest = [op for op in program.ops[turn:] if op.name in weights]
-    program = replace(program, ops=(*program.ops[:turn], *inputs, *rest))
-    timeline = profile(program, planned.decisions.graph, mesh, options).timeline
-    forward, first, second = (
-        max(held, default=0)
-        for held in (timeline[:turn], timeline[turn : turn + len(inputs)], timeline[turn + len(inputs) : -1])
-    )
-    return _Alone({"F": forward, "B": first, "I": first, "W": second}, timeline[-1])
-
-
-def _sent_bytes(planned: Planned) -> int:
-    """Return the bytes of what a stage sends to the next that its backward does not hold anyway."""
-    program = planned.program
-    read = {program.root[name] for op in program.ops if op.phase == "backward" for name in op.reads}
-    sent = (name for output, name in program.results if output.kind == "sent")
-    return sum(program.tensors[name].bytes for name in sent if program.root[name] not in read)
-
-
-def _output_bytes(planned: Planned) -> dict[str, int]:
-    """Return the bytes of each tensor that a stage makes of the model's outputs, by the name of an output."""
-    program = planned.program
-    given = {op.writes[0].name for op in program.ops if op.kind == "input"}
-    made = {program.root[name]: output.name for output, name in program.results if output.kind == "output"}
-    return {output: program.tensors[name].bytes for name, output in made.items() if name not in given}
-
-
-def _inputs(planned: Planned, kind: str) -> Iterator[tuple[str, LocalTensor]]:
-    """Yield the name and the tensor of every input of a kind."""
-    graph = planned.decisions.graph
-    for op in planned.program.ops:
-        if op.kind == "input" and graph.input_of[op.node].kind == kind:
-            yield graph.input_of[op.node].name, op.writes[0]
-
-
-def _static_bytes(planned: Planned, mesh: Mesh, options: Options) -> int:
-    """Return the bytes of a stage's parameters with the optimizer state on the device, and gradients or their sums."""
-    sums = {name: tensor.bytes for name, tensor in _inputs(planned, "accumulator")}
-    gradients = (
-        max(state_bytes(t.meta, t.spec, mesh, True, options).gradient, sums.get(name, 0))
-        for name, t in _inputs(planned, "parameter")
-        if name in planned.decisions.reduced_dtype
-    )
-    held = held_throughout(planned.program, planned.decisions.graph, mesh, options)
-    return sum(gradients) + sum(row.nbytes for row in held if row.node and row.kind in ("parameters", "optimizer"))
-
-
-def _given_bytes(planned: Planned, mesh: Mesh, options: Options) -> dict[tuple[str, str], int]:
-    """Return the bytes of the batch, of buffers and of constants that a stage reads, by kind and name."""
-    graph = planned.decisions.graph
-    held = held_throughout(planned.program, graph, mesh, options)
-    given = ((graph.input_of[row.node], row.nbytes) for row in held if row.kind in ("inputs", "buffers"))
-    return {(meaning.kind, meaning.name): nbytes for meaning, nbytes in given}
-
-
 def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:
     """Return constraints on the next stage: on what it receives, and on the gradients that it returns."""
     tensors = planned.program.tensors
     sent = {f"received:{o.name}": str(tensors[name].spec) for o, name in planned.program.results if o.kind == "sent"}
-    back = {f"received:{name}.grad": str(t.spec) for name, t in _inputs(planned, "tangent") if name in stage.takes}
+    back = {f"received:{name}.grad": str(t.spec) for name, t in inputs_of(planned, "tangent") if name in stage.takes}
     return sent | back
 
 
@@ -814,7 +681,7 @@ def _over(found: PlannedPipeline, least: int, budget: float) -> InfeasibleError:
     rank = max(range(len(found.peaks)), key=lambda r: found.peaks[r])
     made = found.schedule
     mine = (p for p, r in zip(found.planned, made.rank_of, strict=True) if r == rank)
-    returned = {name: size * made.micro_batches for p in mine for name, size in _output_bytes(p).items()}
+    returned = {name: size * made.micro_batches for p in mine for name, size in output_bytes(p).items()}
     name = max(returned, key=lambda name: returned[name], default="")
     telling = returned.get(name, 0) > TELLING * found.peaks[rank]
     error = InfeasibleError(
