@@ -168,7 +168,7 @@ class _OptionBytes:
         at: int,
         spec_of: Callable[[Strategy, int], ShardingSpec | None],
     ) -> Array:
-        options = self.d.shared(options)
+        options = self.d.interned.of(options)
         key = id(options), at, meta, spec_of
         if key not in self.cache:
             specs = (spec_of(o, at) for o in options)
@@ -178,7 +178,7 @@ class _OptionBytes:
     def state(self, meta: TensorMeta, options: tuple[Strategy, ...], trainable: bool) -> Array:
         """Return a parameter's bytes by option, in four rows: itself, its optimizer state, its gradient and the
         step."""
-        options = self.d.shared(options)
+        options = self.d.interned.of(options)
         key = id(options), meta, trainable
         if key not in self.cache:
             specs = (s for o in options if (s := spec_made(o, 0)) is not None)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from autopar.ir import Graph
-from autopar.mesh import Cluster, Mesh
 from autopar.planner.answers.nearby import candidate_of, same_option, solved_within, with_candidate
 from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
@@ -16,7 +15,8 @@ from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
-from autopar.planner.problem.decide import Decisions, Variable, decide
+from autopar.planner.problem.decide import decide
+from autopar.planner.problem.variables import Decisions, InternedOptions, Variable
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.forms import for_kernels
@@ -34,8 +34,16 @@ HOW_HELD = frozenset({"copy", "hold", "rerun"})
 """Kinds of variables that say how values are held and handed on, and not how they are sharded."""
 
 
+@dataclass(frozen=True)
+class Priced:
+    """Prices of stages, and the options that they are prices of: what equal stages have in common is priced once."""
+
+    prices: Prices
+    interned: InternedOptions = field(default_factory=InternedOptions)
+
+
 def carried(
-    planned: Planned, like: Mapping[str, str], graph: Graph, mesh: Mesh, cluster: Cluster, options: Options
+    planned: Planned, like: Mapping[str, str], graph: Graph, priced: Priced, options: Options
 ) -> Planned | None:
     """Return the plan of ``graph``, a part of what ``planned`` plans, with the same choices or, where they hold more
     than the budget, with the same shardings; None if they do not fit together with ``options.constraints``, or nothing
@@ -46,13 +54,15 @@ def carried(
     Args:
         like: for nodes of ``graph`` that ``planned`` lacks those that stand for them.
     """
+    prices, interned = priced.prices, priced.interned
+    mesh, cluster = prices.mesh, prices.cluster
     graph = for_kernels(graph, cluster, options.backend)
     chunked = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
     graph = max(graph, chunked, key=lambda form: _shared(planned, like, form))
     options = replace(options, device=cluster.device.kernels)
     forced = resolve(graph, mesh, options.constraints, options.aliases)
-    d = decide(graph, mesh, options, forced, recompute=planned.decisions.recomputes)
-    prices, budget = Prices(mesh, cluster, options.backend, options.decomposed), budget_bytes(cluster, options)
+    d = decide(graph, mesh, options, forced, recompute=planned.decisions.recomputes, interned=interned)
+    budget = budget_bytes(cluster, options)
     objective = Objective(d, prices)
     choice = solve_open(objective.problem(), _same(planned, like, d), LIMIT_S, options.solver, options.gap)
     if choice is None or not math.isfinite(objective.seconds(choice)):
@@ -62,7 +72,7 @@ def carried(
         found = candidate_of(objective, choice, program, options, SAME_CHOICES)
     else:
         if not d.recomputes:
-            objective = Objective(decide(graph, mesh, options, forced, recompute=True), prices)
+            objective = Objective(decide(graph, mesh, options, forced, recompute=True, interned=interned), prices)
         active = ActiveSet(objective.decisions, options)
         active.add_peaks_of(program, memory.timeline, budget, objective.depth)
         shardings = _same(planned, like, objective.decisions, HOW_HELD)

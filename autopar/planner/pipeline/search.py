@@ -38,7 +38,7 @@ from autopar.planner.graphs.shared import shared
 from autopar.planner.memory.exact import profile
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
-from autopar.planner.pipeline.carry import SAME_CHOICES, carried
+from autopar.planner.pipeline.carry import SAME_CHOICES, Priced, carried
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.parts import parts_of
 from autopar.planner.pipeline.peaks import StageBytes, inputs_of, output_bytes, rank_peaks, static_bytes
@@ -259,9 +259,12 @@ class _PipelineSearch:
     def budget(self) -> float:
         return budget_bytes(self.cluster, self.options)
 
+    def _prices(self) -> Prices:
+        return Prices(self.stage_mesh, self.stage_cluster, self.options.backend, self.options.decomposed)
+
     @cached_property
     def overlap(self) -> float:
-        return Prices(self.stage_mesh, self.stage_cluster, self.options.backend, self.options.decomposed).overlap
+        return self._prices().overlap
 
     def run(self) -> PlannedPipeline:
         began = now()
@@ -336,8 +339,7 @@ class _PipelineSearch:
         if fewer is None:
             bound = planned.trace[0].bound if planned.trace else 0.0
         else:
-            prices = Prices(self.stage_mesh, self.stage_cluster, self.options.backend, self.options.decomposed)
-            bound = least_seconds(planned.decisions, prices, like)
+            bound = least_seconds(planned.decisions, self._prices(), like)
         return _Whole(micro, places, planned, like, tuple(blocks), bound)
 
     def _planned_micro_batch(self, graph: Graph, whole: Graph, options: Options, budget: float | None) -> Planned:
@@ -433,9 +435,12 @@ class _PipelineSearch:
             kept=tuple(float(s.held) for s in stages),
         )
 
+    @cached_property
+    def _collective_costs(self) -> CollectiveCosts:
+        return CollectiveCosts(self.mesh, self.cluster.sized(self.mesh.size))
+
     def _send_s(self, nbytes: float) -> float:
-        costs = CollectiveCosts(self.mesh, self.cluster.sized(self.mesh.size))
-        return costs.seconds("permute", nbytes, self.mesh.names.index(AXIS))
+        return self._collective_costs.seconds("permute", nbytes, self.mesh.names.index(AXIS))
 
     def _caps(
         self, whole: _Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int], budget: float
@@ -512,6 +517,7 @@ class _PipelineSearch:
         n = m * self.options.accumulation_steps
         stages: list[Stage] = []
         held: list[StageBytes] = []
+        priced = Priced(self._prices())
         specs: dict[str, str] = {}
         stored: dict[str, str] = {}
         for s, stage in enumerate(graphs):
@@ -530,7 +536,7 @@ class _PipelineSearch:
                     **specs,
                 },
             )
-            found = self._with_shared(self._stage(d.whole, summing, options), options)
+            found = self._with_shared(self._stage(d.whole, summing, priced, options), options)
             if found.memory.peak_bytes > room.left_for(s):
                 room.least[s] = found.memory.peak_bytes
             one = self._stage_options(m, 1)
@@ -551,11 +557,11 @@ class _PipelineSearch:
         memory = profile(program, graph, self.stage_mesh, options)
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
-    def _stage(self, whole: _Whole, stage: Stage, options: Options) -> Planned:
+    def _stage(self, whole: _Whole, stage: Stage, priced: Priced, options: Options) -> Planned:
         """Plan a stage as the whole is planned, where that fits; else with its shardings and, while time is left, anew,
         whichever is shorter."""
         ends = now() + options.time_limit_s
-        found = carried(whole.planned, whole.like, stage.graph, self.stage_mesh, self.stage_cluster, options)
+        found = carried(whole.planned, whole.like, stage.graph, priced, options)
         if found is not None and (found.solution.method == SAME_CHOICES or now() > ends):
             return found
         other = _plan_or_leanest(stage.graph, self.stage_mesh, self.stage_cluster, options)

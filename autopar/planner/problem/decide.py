@@ -24,6 +24,7 @@ from autopar.planner.problem.constraints import Forced
 from autopar.planner.problem.specs import stored_specs, without_short_rings
 from autopar.planner.problem.variables import (
     Decisions,
+    InternedOptions,
     Use,
     Variable,
     copy_key,
@@ -40,8 +41,20 @@ from autopar.solver.clock import tick
 from autopar.strategies import strategies
 
 
-def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recompute: bool = False) -> Decisions:
-    """List every decision of ``graph`` on ``mesh``; if ``recompute``, also how values are held for the backward."""
+def decide(
+    graph: Graph,
+    mesh: Mesh,
+    options: Options,
+    forced: Forced,
+    *,
+    recompute: bool = False,
+    interned: InternedOptions | None = None,
+) -> Decisions:
+    """List every decision of ``graph`` on ``mesh``; if ``recompute``, also how values are held for the backward.
+
+    Args:
+        interned: options of graphs that are priced with the same prices.
+    """
     d = Decisions(
         graph,
         mesh,
@@ -49,6 +62,7 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
         accumulation_steps=options.accumulation_steps,
         seam_s=options.seam_s,
         widened=widened(graph, options.dtype_of("reduce")),
+        interned=interned or InternedOptions(),
     )
     options_of_kind: dict[int, tuple[Strategy, ...]] = {}
     min_host_state_bytes = _min_host_state_bytes(graph)
@@ -60,7 +74,7 @@ def decide(graph: Graph, mesh: Mesh, options: Options, forced: Forced, *, recomp
         kind = graph.kinds[node.name]
         if kind not in options_of_kind:
             metas = tuple(graph.meta(v) for v in node.inputs)
-            options_of_kind[kind] = d.shared(without_short_rings(strategies(node, metas, mesh), metas, mesh))
+            options_of_kind[kind] = d.interned.of(without_short_rings(strategies(node, metas, mesh), metas, mesh))
             tick("strategy", len(options_of_kind[kind]))
         d.add(Variable(node.name, "op", options_of_kind[kind], node.phase, node))
     for output in graph.outputs:

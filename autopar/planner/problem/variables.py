@@ -55,6 +55,31 @@ class Use(NamedTuple):
     rerun: bool = False
 
 
+class InternedOptions:
+    """One object for equal options. Prices made from them are then one object too, by which repeated blocks are
+    found."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+        self._at: dict[int, tuple[Strategy, ...]] = {}
+        self._of_readers: dict[object, tuple[Strategy, ...]] = {}
+
+    def of(self, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        if self._at.get(id(options)) is not options:
+            options = self._known.setdefault(options, options)
+            self._at[id(options)] = options
+        return options
+
+    def of_readers(self, readers: Sequence[tuple[tuple[Strategy, ...], int]], *, twice: bool) -> tuple[Strategy, ...]:
+        """Return every spec in which interned options read an operand, as options; with ``twice`` each two times."""
+        key = twice, *[(id(options), position) for options, position in readers]
+        if key not in self._of_readers:
+            specs = (spec_read(o, position) for options, position in readers for o in options)
+            found = tuple(Strategy((s,), (s,)) for s in dict.fromkeys(specs) if s is not None)
+            self._of_readers[key] = self.of(found * 2 if twice else found)
+        return self._of_readers[key]
+
+
 @dataclass
 class Decisions:
     """All variables and uses of a graph on a mesh.
@@ -65,6 +90,7 @@ class Decisions:
         accumulation_steps: micro-batches in one step of the optimizer.
         seam_s: seconds for each byte that a rank sends to another stage.
         widened: gradients that are reduced only after their cast to a wider dtype.
+        interned: the options of all variables; those of several graphs that are priced together may be in one.
     """
 
     graph: Graph
@@ -77,9 +103,7 @@ class Decisions:
     accumulation_steps: int = 1
     seam_s: float = 0.0
     widened: frozenset[Value] = frozenset()
-    _options: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)
-    _shared: dict[int, tuple[Strategy, ...]] = field(default_factory=dict)
-    _reader_options: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
+    interned: InternedOptions = field(default_factory=InternedOptions)
 
     @cached_property
     def reduced_dtype(self) -> Mapping[str, str]:
@@ -121,32 +145,19 @@ class Decisions:
         return views_of(self.graph, whole=self.mesh.size == 1)
 
     def add(self, variable: Variable) -> int:
-        options = self.shared(variable.options)
+        options = self.interned.of(variable.options)
         if options is not variable.options:
             variable = replace(variable, options=options)
         at = self.index[variable.key] = len(self.variables)
         self.variables.append(variable)
         return at
 
-    def shared(self, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Return one object for equal options. Prices made from them are then one object too, by which repeated blocks
-        are found."""
-        if self._shared.get(id(options)) is not options:
-            options = self._options.setdefault(options, options)
-            self._shared[id(options)] = options
-        return options
-
     def reader_options(self, readers: Sequence[tuple[int, int]], *, twice: bool = False) -> tuple[Strategy, ...]:
         """Return every spec in which some reader (variable, operand) takes a value, as options of a copy.
 
         A copy in any other spec would serve nobody better. With ``twice`` each spec may be made or kept.
         """
-        key = twice, *[(id(self.variables[target].options), position) for target, position in readers]
-        if key not in self._reader_options:
-            specs = (spec_read(o, p) for t, p in readers for o in self.variables[t].options)
-            options = tuple(Strategy((s,), (s,)) for s in dict.fromkeys(specs) if s is not None)
-            self._reader_options[key] = self.shared(options * 2 if twice else options)
-        return self._reader_options[key]
+        return self.interned.of_readers([(self.variables[target].options, p) for target, p in readers], twice=twice)
 
 
 def copy_key(value: Value, phase: Phase) -> str:
