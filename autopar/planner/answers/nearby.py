@@ -12,6 +12,7 @@ from dataclasses import replace
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.memory.active_set import ActiveSet
+from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
@@ -74,19 +75,24 @@ def solved_within(
         choice = active_set.restrict(solved)
         program, memory = scheduled(d, choice, objective.prices, options, budget)
         if memory.peak_bytes <= budget:
-            return candidate_of(objective, choice, program, options, method)
+            return candidate_of(objective, choice, program, memory, options, method)
         if not active_set.separate(choice, program, memory.timeline, budget):
             return None
     return None
 
 
 def candidate_of(
-    objective: Objective, choice: Sequence[int], program: Program, options: Options, method: str
+    objective: Objective,
+    choice: Sequence[int],
+    program: Program,
+    memory: MemoryProfile,
+    options: Options,
+    method: str,
 ) -> Candidate:
-    """Return a choice, scheduled as ``program``, as a complete plan without a bound."""
+    """Return a choice, scheduled as ``program``, which holds ``memory``, as a complete plan without a bound."""
     cost = objective.seconds(choice) + copied_seconds(program)
     solution = Solution(tuple(choice), cost, 0.0, proven=False, method=method)
-    return Candidate.of(method, objective.decisions, solution, program, objective.prices, options)
+    return Candidate.of(method, objective.decisions, solution, program, objective.prices, options, memory=memory)
 
 
 def with_candidate(planned: Planned, found: Candidate) -> Planned:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +168,7 @@ def arrange(
     budget: float,
     deadline: float,
     tried: TriedArrangements | None = None,
+    memory: MemoryProfile | None = None,
 ) -> Arranged:
     """Return the arrangement of ``program`` with the shortest step whose peak is within ``budget``, or no higher than
     it was.
@@ -177,10 +177,12 @@ def arrange(
         profiled: computes the exact memory of a program.
         deadline: on ``clock.now``; what was found by then is taken.
         tried: the simulated arrangements, if they are known.
+        memory: of ``program``, if it is known.
     """
     tried = tried or TriedArrangements.of(program, prices, deadline)
     program = tried.program
-    fitter = _Fitter(program, tried, prices.overlap, profiled, budget, deadline)
+    memory = memory or profiled(program)
+    fitter = _Fitter(program, tried, prices.overlap, profiled, max(budget, memory.peak_bytes), deadline)
     best: Arranged | None = None
     over: list[Arrangement] = []
     relaxed = 0
@@ -196,24 +198,24 @@ def arrange(
         over.append(arrangement)
     if best is not None and best.timeline.seconds < (1 - EQUAL_SHARE) * tried.before.seconds:
         return best
-    return Arranged(program, profiled(program), tried.before, tried.before)
+    return Arranged(program, memory, tried.before, tried.before)
 
 
 @dataclass
 class _Fitter:
-    """Brings arrangements of a program within the budget, or at least to the peak of the program as it is."""
+    """Brings arrangements of a program within the budget, or at least to the peak of the program as it is.
+
+    Args:
+        most: the higher of both, in bytes.
+    """
 
     program: Program
     tried: TriedArrangements
     overlap: float
     profiled: Callable[[Program], MemoryProfile]
-    budget: float
+    most: float
     deadline: float
     began: float = field(default_factory=now)
-
-    @cached_property
-    def most(self) -> float:
-        return max(self.budget, self.profiled(self.program).peak_bytes)
 
     def fit(self, arrangement: Arrangement) -> tuple[Arranged | None, bool]:
         """Return the program in this arrangement, and whether it is the whole arrangement.
@@ -228,7 +230,7 @@ class _Fitter:
             made = replace(self.program, ops=self.tried.arrangements.ops(arrangement, leads), arrangement=recorded)
             for later in (WAIT_LATER, 0.0):
                 found, held = self._measured(place_waits(made, self.overlap, later), nearly)
-                if held.peak_bytes <= self.budget or held.peak_bytes <= self.most:
+                if held.peak_bytes <= self.most:
                     after = simulate_streams(found, self.overlap)
                     return Arranged(found, held, after, self.tried.before), not leads
                 if held.peak_bytes > nearly * self.most:

@@ -69,7 +69,7 @@ def carried(
         return None
     program, memory = scheduled(d, choice, prices, options, budget)
     if memory.peak_bytes <= budget:
-        found = candidate_of(objective, choice, program, options, SAME_CHOICES)
+        found = candidate_of(objective, choice, program, memory, options, SAME_CHOICES)
     else:
         if not d.recomputes:
             objective = Objective(decide(graph, mesh, options, forced, recompute=True, interned=interned), prices)

@@ -76,18 +76,20 @@ class Candidate:
         prices: Prices,
         options: Options,
         tried: TriedArrangements | None = None,
+        memory: MemoryProfile | None = None,
     ) -> Candidate:
         """A scheduled solution with its collectives arranged for the budget, and what nothing waits for deferred.
 
         Args:
             tried: ways to arrange them, where they are known.
+            memory: of ``program``, where it is known.
         """
 
         def profiled(arranged: Program) -> MemoryProfile:
             return profile(arranged, d.graph, d.mesh, options)
 
         budget = budget_bytes(prices.cluster, options)
-        found = arrange(program, prices, profiled, budget, _arranged_by(options), tried)
+        found = arrange(program, prices, profiled, budget, _arranged_by(options), tried, memory)
         before, after = found.before, found.timeline
         if d.accumulation_steps > 1:
             before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
@@ -159,15 +161,19 @@ class BaselineCandidate:
         return schedule(self.stated.decisions, self.choice, self.stated.prices)
 
     @cached_property
-    def peak_bytes(self) -> int:
+    def memory(self) -> MemoryProfile:
         """Of ``program``; arranging the collectives keeps to a budget that this fits."""
         d = self.stated.decisions
-        return profile(self.program, d.graph, d.mesh, self.options).peak_bytes
+        return profile(self.program, d.graph, d.mesh, self.options)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
 
     @cached_property
     def estimated_peak_bytes(self) -> float:
         """`peak_bytes` as programs of few layers tell it, where they can: every layer holds as much."""
-        more = self._of_layers(2 * MIN_LAYERS) if "peak_bytes" not in vars(self) and self._is_deep else None
+        more = self._of_layers(2 * MIN_LAYERS) if "memory" not in vars(self) and self._is_deep else None
         few = None if more is None else self._few
         if few is None or more is None:
             return self.peak_bytes
@@ -251,7 +257,7 @@ class BaselineCandidate:
         """Scheduled, timed and measured."""
         d, prices, options = self.stated.decisions, self.stated.prices, self.options
         solution = Solution(self.choice, self.objective, 0.0, proven=False, method=f"baseline {self.name}")
-        return Candidate.of(self.name, d, solution, self.program, prices, options, self._tried)
+        return Candidate.of(self.name, d, solution, self.program, prices, options, self._tried, self.memory)
 
 
 def settled(candidates: Sequence[Candidate], baselines: Sequence[Candidate], gap: float) -> Candidate:
