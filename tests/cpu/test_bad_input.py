@@ -161,6 +161,12 @@ def test_constraints_that_contradict_by_globs() -> None:
         run(model, constraints={"head.*": "S0R", "*.weight": "RS0"})
 
 
+def test_a_constraint_that_shards_what_the_caller_gets_whole() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.zeros(4, 4)
+    with refused(ConstraintError, "output:0", "S0R", "RR", 'outputs="dtensor"'):
+        autopar.plan(model, x, mesh=(2,), constraints={"output:*": "S0R"})
+
+
 @pytest.mark.parametrize("text", ["XYZ", "S", "S0", "S0RRR", "S5R", "S00R", "S0S0", ""])
 def test_a_spec_that_does_not_fit(text: str) -> None:
     model = Net()

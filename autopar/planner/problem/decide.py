@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from autopar.cost_models import optimizer_steps_alone, optimizer_takes_whole
+from autopar.errors import ConstraintError
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.state import moved_state_bytes
@@ -187,6 +188,8 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
     meta = graph.meta(value)
     if name in forced.outputs:
         specs: tuple[ShardingSpec, ...] = (forced.outputs[name],)
+        if output.kind == "output" and is_plain_output(graph, meta, options):
+            _require_plain(name, specs, _output_specs(graph, meta, mesh, options))
     elif graph.goes_to_stage(output):
         specs = stored_specs(meta.shape, mesh)
     elif output.kind == "gradient":
@@ -197,6 +200,15 @@ def _output_variable(graph: Graph, output: Output, mesh: Mesh, options: Options,
         specs = _output_specs(graph, meta, mesh, options)
     choices = tuple(Strategy((s,), (s,)) for s in specs)
     return Variable(output_key(name), "output", choices, graph.by_name[value.node].phase, value=value)
+
+
+def _require_plain(name: str, asked: tuple[ShardingSpec, ...], allowed: tuple[ShardingSpec, ...]) -> None:
+    if asked != allowed:
+        raise ConstraintError(
+            f"The constraint on output:{name} does not fit a plain tensor.",
+            found=f"{asked[0]}, where the caller gets {allowed[0]}",
+            hint='return outputs as DTensors, by outputs="dtensor", or drop the constraint.',
+        )
 
 
 def is_plain_output(graph: Graph, meta: TensorMeta, options: Options) -> bool:

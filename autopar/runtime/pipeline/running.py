@@ -7,6 +7,7 @@ alone, the call runs all forwards and ``backward()`` all backwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from autopar.runtime.agreement import warn_of_other_values
 from autopar.runtime.execution import check_backward, local_tangent, plain_outputs, spec_of, uncast
 from autopar.runtime.measured_steps import Marks, StepClock, stamp
 from autopar.runtime.pipeline.failures import stopping_all_ranks
+from autopar.runtime.pipeline.rows import Rows
 from autopar.runtime.pipeline.state import Phase, PipelineProgram, PipelineState
 from autopar.runtime.requests import Request
 from autopar.runtime.running import global_batch_size, program_for, program_inputs, with_every_tangent
@@ -118,6 +120,7 @@ class PipelineRun:
     present: dict[str, None] = field(default_factory=dict)
     done: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    _dealt: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.loop = Loop(
@@ -226,16 +229,16 @@ class PipelineRun:
             local = spec.local_shape(meta.shape, self.mesh, self.rank.coordinate)
             return torch.full(local, self.fed, dtype=getattr(torch, meta.dtype), device=self.rank.device)
         value = self.given.get(meaning.name)
-        if value is not None and self.program.outputs[meaning.name] == "concatenate":
-            value = self._rows(value, micro_batch)
-        return local_tangent(value, spec, meta, self)  # type: ignore[arg-type]
-
-    def _rows(self, value: Tensor, i: int) -> Tensor:
-        """Return the rows of a micro-batch, whole."""
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        n = self.mesh.size if self.local_batch else 1
-        split = value.reshape(n, self.program.schedule.micro_batches, -1, *value.shape[1:])
-        return split[:, i].reshape(-1, *value.shape[1:])
+        if value is None or self.program.outputs[meaning.name] != "concatenate":
+            return local_tangent(value, spec, meta, self)  # type: ignore[arg-type]
+        rows, m = self._rows(spec, meta.shape), self.program.schedule.micro_batches
+        whole = meta._replace(shape=(m * meta.shape[0], *meta.shape[1:]))
+        if rows is None:
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            return local_tangent(value.chunk(m)[micro_batch], spec, meta, self)  # type: ignore[arg-type]
+        if meaning.name not in self._dealt:
+            self._dealt[meaning.name] = dict(enumerate(rows.dealt(local_tangent(value, spec, whole, self))))  # type: ignore[arg-type]
+        return self._dealt[meaning.name].pop(micro_batch)
 
     def zeros(self, stage: StagePrograms, at: int) -> Tensor:
         _, spec, meta = stage.program.accumulators[at]
@@ -311,7 +314,8 @@ class PipelineRun:
         stage = self.program.stages[self.program.makers[name]]
         at = next(i for i in stage.outputs_at if stage.program.results[i][0].name == name)
         _, spec, meta = stage.program.results[at]
-        values = [self.made[name][i] for i in sorted(self.made[name])]
+        made = self.made.pop(name)
+        values = [made.pop(i) for i in sorted(made)]
         how = self.program.outputs[name]
         if how == "same" or len(values) == 1:
             value = self._dtensor(values[-1], spec, meta.shape)
@@ -321,7 +325,6 @@ class PipelineRun:
             value = self._dtensor(total, spec, meta.shape)
         else:
             value = self._concatenated(values, spec, meta.shape)
-        self.made[name] = {}
         if name in self.program.whole:
             return value.full_tensor() if spec.axes else value.to_local()
         return _torch.output_of(value.to_local(), spec_of(value.to_local(), self._spec(value), value.shape, self), name)  # type: ignore[arg-type]
@@ -329,22 +332,23 @@ class PipelineRun:
     def _spec(self, value: DTensor) -> ShardingSpec:
         return from_placements(value.placements, value.ndim, self.mesh)
 
-    def _concatenated(self, values: Sequence[Tensor], spec: ShardingSpec, shape: Sequence[int]) -> DTensor:
-        m = len(values)
-        whole = (shape[0] * m, *shape[1:])
-        every = tuple(range(self.mesh.ndim))
-        in_order = not spec.dims[0] or (self.local_batch and spec.dims[0] == every)
-        if in_order and (not self.local_batch or spec.dims[0]):
-            return self._dtensor(torch.cat(list(values)), spec, whole)
-        # Rows of a micro-batch lie together in the batch, so no rank's rows of all of them do.
+    def _concatenated(self, values: list[Tensor], spec: ShardingSpec, shape: Sequence[int]) -> DTensor:
+        whole = (shape[0] * len(values), *shape[1:])
+        rows = self._rows(spec, shape)
+        if rows is not None:
+            return self._dtensor(rows.joined(values), spec, whole)
         gathered = ShardingSpec.of(((), *spec.dims[1:]), spec.partial)
         placements = to_placements(gathered, self.mesh, tuple(shape))
         parts = [self._dtensor(v, spec, shape).redistribute(self.device_mesh, placements).to_local() for v in values]
-        n = self.mesh.size if self.local_batch else 1
-        rows = [p.reshape(n, -1, *p.shape[1:]) for p in parts]
-        total = torch.cat(rows, 1).flatten(0, 1)
-        value = self._dtensor(total, gathered, whole)
+        value = self._dtensor(torch.cat(parts), gathered, whole)
         return value.redistribute(self.device_mesh, to_placements(spec, self.mesh, whole))
+
+    def _rows(self, spec: ShardingSpec, shape: Sequence[int]) -> Rows | None:
+        """Return how the ranks share rows of what has this shape in a micro-batch; None if not evenly."""
+        axes = spec.dims[0]
+        even = self.local_batch or shape[0] % math.prod(self.mesh.shape[a] for a in axes) == 0
+        batches = self.mesh.size if self.local_batch else 1
+        return Rows(self.rank, axes, self.program.schedule.micro_batches, batches) if even else None
 
     def _broadcast(self, name: str, value: Tensor | None, shape: Sequence[int]) -> Tensor:
         """Return a plain tensor on all ranks along the pipeline."""
