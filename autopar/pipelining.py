@@ -30,6 +30,7 @@ from autopar.planning import MeshLike, capture_model
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan
 from autopar.plans.records import BaselineRecord
+from autopar.spmd import Lowered
 from autopar.tracer import Capture
 from autopar.tracer.calls import Call
 
@@ -234,12 +235,13 @@ def pipeline_plan(
     stage_mesh, part = without_axis(mesh, AXIS, sized)
     steps = found.schedule.micro_batches * options.accumulation_steps
     summing = dataclasses.replace(options, accumulation_steps=steps)
-    plans = tuple(stage_plan(planned, capture, stage_mesh, part, summing) for planned in found.planned)
+    made = [stage_plan(planned, capture, stage_mesh, part, summing) for planned in found.planned]
+    plans = tuple(plan for plan, _ in made)
     prologue = None
     if found.micro.prologue is not None:
         free = dataclasses.replace(options, memory_budget_bytes=None, constraints={}, outputs="whole", search="joint")
         planned = planner.plan_graph(found.micro.prologue, stage_mesh, part, free, compare=False)
-        prologue = stage_plan(planned, capture, stage_mesh, part, free)
+        prologue, _ = stage_plan(planned, capture, stage_mesh, part, free)
     return PipelinePlan(
         model=capture.graph.name,
         graph_digest=capture.graph.digest,
@@ -254,8 +256,7 @@ def pipeline_plan(
         outputs=dict(found.micro.outputs),
         buffers=dict(found.micro.buffers),
         split=tuple(
-            split_source(plan, planned) if _is_split(found.schedule, s) else ""
-            for s, (plan, planned) in enumerate(zip(plans, found.planned, strict=True))
+            split_source(plan, local) if _is_split(found.schedule, s) else "" for s, (plan, local) in enumerate(made)
         ),
         tied=tied_parameters(found.stages),
         step_time=found.seconds,
@@ -288,22 +289,25 @@ def records_by_hand(
     )
 
 
-def stage_plan(planned: Planned, capture: Capture, mesh: Mesh, cluster: Cluster, options: Options) -> Plan:
-    """Return the plan of one stage with its emitted program."""
+def stage_plan(
+    planned: Planned, capture: Capture, mesh: Mesh, cluster: Cluster, options: Options
+) -> tuple[Plan, Lowered]:
+    """Return the plan of one stage with its emitted program, and the program."""
     graph = planned.decisions.graph
     made = make_plan(planned, graph, mesh, cluster, options, "", ())
-    source = emitted(made, lowered(made, graph), dataclasses.replace(capture, graph=graph))
+    local = lowered(made, graph)
+    source = emitted(made, local, dataclasses.replace(capture, graph=graph))
     named = sorted({name for op in planned.program.ops for name in op.kernels})
-    return dataclasses.replace(made, source=source, kernels={name: kernels.source(name) for name in named})
+    return dataclasses.replace(made, source=source, kernels={name: kernels.source(name) for name in named}), local
 
 
 def _is_split(schedule: Schedule, stage: int) -> bool:
     return any(a.kind == "I" and a.stage == stage for a in schedule.order[schedule.rank_of[stage]])
 
 
-def split_source(plan: Plan, planned: Planned) -> str:
+def split_source(plan: Plan, local: Lowered) -> str:
     """Return the text of a stage's backward in two parts; "" where it cannot be split."""
-    halves = passes.split_backward(lowered(plan, planned.decisions.graph), plan.program)
+    halves = passes.split_backward(local, plan.program)
     return "" if halves is None else codegen.emit(halves, plan.mesh, [SPLIT_TITLE])
 
 
