@@ -6,7 +6,7 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,7 +136,12 @@ def _hint(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> str:
     """Return the innermost line of the user's code, else of a library that they use, else of torch's modules."""
-    lines = [line for line in _lines(error) if not is_ours(line.file) and line.file.name != "contextlib.py"]
+    return innermost(list(_lines(error)))
+
+
+def innermost(stack: Sequence[Line]) -> str:
+    """Return the line of ``stack``, whose outermost comes first, that ``user_line`` would name."""
+    lines = [line for line in stack if not is_ours(line.file) and line.file.name != "contextlib.py"]
     outside = [line for line in lines if _TORCH not in line.file.parents]
     own = [line for line in outside if not is_installed(line.file)]
     inside = [line for line in lines if _TORCH / "nn" in line.file.parents]

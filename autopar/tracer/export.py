@@ -51,6 +51,7 @@ from autopar.tracer.reads import answering
 from autopar.tracer.repeated import IrregularError, Run, repeated_blocks
 from autopar.tracer.side_effects import refused_side_effects
 from autopar.tracer.skipping import skipping
+from autopar.tracer.slow_captures import telling_where
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             _answered_requests() as checks,
             skipping(model, runs) as skipped,
             without_leftover_hooks(),
+            telling_where(),
         ):
             with restored_state(model):
                 program = _exported(flat, call)

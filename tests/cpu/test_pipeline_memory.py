@@ -53,7 +53,7 @@ def plan(name: str, micro_batches: int, stages: int = 2, budget: int | None = No
 def test_no_rank_holds_more_than_was_predicted(name, micro_batches) -> None:
     made = plan(name, micro_batches)
     held = autopar.simulate(Stack(), {"x": torch.randn(ROWS, WIDTH)}, made).peak_memory
-    assert held <= made.peak_memory <= (1.03 if name in ("gpipe", "1f1b") else 1.1) * held
+    assert held <= made.peak_memory <= (1.1 if name == "interleaved" else 1.03) * held
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
