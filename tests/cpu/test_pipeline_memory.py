@@ -16,7 +16,8 @@ from autopar.mesh import Cluster, Mesh
 from autopar.pipelines.messages import Message, waiting
 from autopar.pipelines.orders import schedule
 from autopar.planner import Options, plan_graph
-from autopar.planner.pipeline.carry import SAME_CHOICES, SAME_SHARDINGS, carried
+from autopar.planner.pipeline.carry import SAME_CHOICES, SAME_SHARDINGS, Priced, carried
+from autopar.planner.pricing.prices import Prices
 from autopar.plans.pipeline import PipelinePlan
 from autopar.tracer import ColoTracer
 from tests.cpu.capture_checks import eager
@@ -162,7 +163,7 @@ def test_a_stage_is_held_otherwise_than_the_whole_where_it_does_not_fit_so() -> 
     capture = ColoTracer().capture(Stack(), {"x": torch.zeros(ROWS, WIDTH)})
     cluster, options = without_offloading(4), Options(optimizer="sgd", memory_budget_bytes=2**40)
     whole = plan_graph(capture.graph, Mesh((4,)), cluster, options)
-    asked = (whole, {}, capture.graph, Mesh((4,)), cluster)
+    asked = (whole, {}, capture.graph, Priced(Prices(Mesh((4,)), cluster)))
     same = carried(*asked, options)
     assert same is not None and same.solution.method == SAME_CHOICES
     budget = int(0.85 * same.memory.peak_bytes)

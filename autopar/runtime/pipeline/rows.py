@@ -36,7 +36,8 @@ class Rows:
     def joined(self, values: list[Tensor]) -> Tensor:
         """Return this rank's shard of the batch. ``values`` are its shards of the micro-batches, and are released."""
         if self.batches > 1:
-            return torch.stack([_split(v, self.batches // self._shards) for v in values], 1).flatten(0, 2)
+            split = [_split(v, self.batches // self._shards) for v in values]
+            return torch.stack(split, 1).flatten(0, 2)
         rows = torch.cat(values)
         values.clear()
         if self._shards == 1:
