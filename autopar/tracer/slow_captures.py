@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from autopar.tracer.blame import innermost, is_ours, line_at
 
 SLOW_S = 60.0
-"""Seconds after which an export says where it is: the models of the tests take less, but for such loops."""
+"""Seconds after which an export says where it is."""
 
 
 @contextlib.contextmanager

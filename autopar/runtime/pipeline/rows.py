@@ -7,7 +7,8 @@ wants the chunks. No rank ever has more than its shard: chunks go to their ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,17 +37,15 @@ class Rows:
     def joined(self, values: list[Tensor]) -> Tensor:
         """Return this rank's shard of the batch. ``values`` are its shards of the micro-batches, and are released."""
         if self.batches > 1:
-            split = [_split(v, self.batches // self._shards) for v in values]
-            return torch.stack(split, 1).flatten(0, 2)
-        rows = torch.cat(values)
+            rows = torch.stack([_split(v, self.batches // self._shards) for v in values], 1).flatten(0, 2)
+        else:
+            rows = torch.cat(values)
         values.clear()
-        if self._shards == 1:
+        if self.batches > 1 or self._shards == 1:
             return rows
-        sent = [sum(self._owner(c) == shard for c in self._made) for shard in range(self._shards)]
-        received = [len(list(self._owned_from(shard))) for shard in range(self._shards)]
-        arrived = self._exchanged(rows, sent, received)
+        arrived = self._exchanged(rows, self._owners, self._makers)
         del rows
-        return self._in_order(arrived, self._arriving)
+        return self._in_order(arrived, sorted(range(self.micro_batches), key=self._arriving.__getitem__))
 
     def dealt(self, shard: Tensor) -> list[Tensor]:
         """Return this rank's shards of the micro-batches, from its shard of the batch."""
@@ -54,10 +53,7 @@ class Rows:
             batches = _split(shard, self.batches // self._shards)
             return [rows.flatten(0, 1) for rows in batches.chunk(self.micro_batches, 1)]
         if self._shards > 1:
-            places = [self._arriving.index(i) for i in range(self.micro_batches)]
-            sent = [len(list(self._owned_from(other))) for other in range(self._shards)]
-            received = [sum(self._owner(c) == other for c in self._made) for other in range(self._shards)]
-            shard = self._exchanged(self._in_order(shard, places), sent, received)
+            shard = self._exchanged(self._in_order(shard, self._arriving), self._makers, self._owners)
         return list(shard.chunk(self.micro_batches))
 
     # Chunk c is the shard c % shards of micro-batch c // shards, and lies in the shard c // micro_batches of the batch.
@@ -74,41 +70,37 @@ class Rows:
         return found
 
     @cached_property
-    def _made(self) -> list[int]:
-        """The chunks of the micro-batches that this rank has."""
-        return [i * self._shards + self._here for i in range(self.micro_batches)]
+    def _owners(self) -> list[int]:
+        """The shard of the batch in which this rank's chunk of each micro-batch lies."""
+        return [(i * self._shards + self._here) // self.micro_batches for i in range(self.micro_batches)]
 
-    def _owner(self, chunk: int) -> int:
-        return chunk // self.micro_batches
-
-    def _owned_from(self, shard: int) -> Iterator[int]:
-        """Yield which chunks of this rank's shard of the batch lie in the shard ``shard`` of a micro-batch."""
-        first = self._here * self.micro_batches
-        return (i for i in range(self.micro_batches) if (first + i) % self._shards == shard)
+    @cached_property
+    def _makers(self) -> list[int]:
+        """The shard of a micro-batch that each chunk of this rank's shard of the batch is."""
+        return [(self._here * self.micro_batches + i) % self._shards for i in range(self.micro_batches)]
 
     @cached_property
     def _arriving(self) -> list[int]:
-        """For each chunk of this rank's shard of the batch its place among those that arrive, by their senders."""
-        order = [i for shard in range(self._shards) for i in self._owned_from(shard)]
-        return sorted(range(self.micro_batches), key=order.__getitem__)
+        """The chunks of this rank's shard of the batch by their makers, as they arrive."""
+        return sorted(range(self.micro_batches), key=self._makers.__getitem__)
 
     def _in_order(self, rows: Tensor, places: Sequence[int]) -> Tensor:
         chunks = _split(rows, self.micro_batches)
         return chunks.index_select(0, torch.tensor(places, device=rows.device)).flatten(0, 1)
 
     def _exchanged(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send this many chunks to the rank with each shard, in order, and return those that arrive."""
+        """Send each chunk to the rank with its shard of ``sent``, and return those that come from ``received``."""
         carried, each = _carried(rows).contiguous(), rows.shape[0] // self.micro_batches
         exchange = Exchange(
             "all_to_all", shape=carried.shape, sent=self._by_rank(sent, each), received=self._by_rank(received, each)
         )
         return _restored(self.rank.finish(self.rank.launch(carried, exchange)), rows.dtype)
 
-    def _by_rank(self, chunks: Sequence[int], rows: int) -> tuple[int, ...]:
+    def _by_rank(self, shards: Sequence[int], rows: int) -> tuple[int, ...]:
         """Return the rows for each rank of the mesh: those for a shard go to the rank at the same place otherwise."""
         mesh, coordinate = self.rank.mesh, list(self.rank.coordinate)
         found = [0] * mesh.size
-        for shard, count in enumerate(chunks):
+        for shard, count in Counter(shards).items():
             rest = shard
             for a in reversed(self.axes):
                 rest, coordinate[a] = divmod(rest, mesh.shape[a])
