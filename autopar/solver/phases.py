@@ -12,10 +12,11 @@ from typing import ClassVar, Protocol
 
 from autopar.errors import InfeasibleError
 from autopar.solver.blocks.blocks_linear import RATE, relax_blocks
-from autopar.solver.blocks.folding import Part, solve_folded
+from autopar.solver.blocks.folding import BeginPart, solve_folded
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.dual import linear
 from autopar.solver.dual.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
+from autopar.solver.dual.dual import Messages as Known
 from autopar.solver.dual.neighbourhood import improve_parts
 from autopar.solver.dual.search import Search
 from autopar.solver.integer import highs
@@ -58,10 +59,11 @@ class State:
     size: dict[str, int] = field(default_factory=dict)
     method: list[str] = field(default_factory=list)
     solve: Callable[..., Solution] | None = None
-    solve_part: Callable[[Part], Incumbent] | None = None
+    begin_part: BeginPart | None = None
     done: bool = False
     relaxed: bool = False
     search: PricedSearch | None = None
+    messages: Known | None = None
     _plain: Graph | None = None
     _graph: Graph | None = None
 
@@ -95,7 +97,7 @@ class State:
 
     def searching(self) -> PricedSearch:
         if self.search is None:
-            self.search = PricedSearch(self.plain, self.incumbent)
+            self.search = PricedSearch(self.plain if self.limited else self.graph.copy(), self.incumbent)
         return self.search
 
     def until(self, share: float) -> float:
@@ -168,10 +170,10 @@ class Folding:
         return state.tied is not None and not state.limited
 
     def run(self, state: State) -> None:
-        assert state.tied is not None and state.solve_part is not None
+        assert state.tied is not None and state.begin_part is not None
         state.size.update(state.problem.size())
         state.use(self.name)
-        solve_folded(state.incumbent, state.tied, state.solve_part, state.size, linear=state.backend == "highs")
+        solve_folded(state.incumbent, state.tied, state.begin_part, state.size, linear=state.backend == "highs")
         if state.incumbent.choice is not None:
             pairs = sum(edge.cost.size for edge in state.problem.edges)
             state.done = state.incumbent.seconds_left() <= 0 or pairs > self.most_pairs
@@ -199,12 +201,12 @@ class Reduce:
             state.use(self.name)
             latest = state.until(self.share)
             reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds() > latest, PROGRAMS.each))
+        # Where time is short, a first choice made better is all that there will be.
+        late = math.inf if state.limited else state.until(self.searching_share)
         if not state.limited and incumbent.choice is not None and not state.reduced:
-            # Where time is short, a first choice made better is all that there will be.
-            late = state.until(self.searching_share)
             search_from(graph, graph.project(incumbent.choice), incumbent, "local search", pairs=False, until=late)
         for choice in state.warm_starts:
-            search_from(graph, graph.project(tuple(choice)), incumbent, "warm start and local search")
+            search_from(graph, graph.project(tuple(choice)), incumbent, "warm start and local search", until=late)
         incumbent.raise_bound(graph.least())
         state.size.update(_sizes("reduced_", graph))
         if not graph.nodes():
@@ -273,13 +275,21 @@ class Prices:
     least_flows: int = 10_000
     """Flows of an integer program up to which that is quicker."""
 
+    least_nodes: int = 1_000
+    """Nodes without a limit from which it is quicker than message passing, which visits them one by one: of Demucs with
+    19,448 nodes it left .3 % after 14 s and message passing 18 %; of 370 nodes of GPT-2 XL both left about as much."""
+
     patience: float = 0.4
     least_rounds: int = 20
     progress: float = 0.05
     """It ends when less than ``progress`` of the gap was closed in a share of its time, and in some rounds."""
 
     def applies(self, state: State) -> bool:
-        if not state.limited or not state.may_search() or not len(state.plain.limits):
+        if not state.may_search():
+            return False
+        if not state.limited:
+            return state.graph.size()[0] >= self.least_nodes
+        if not len(state.plain.limits):
             return False
         return not state.relaxed or not is_small(state.graph, self.least_flows)
 
@@ -327,7 +337,9 @@ class Messages:
             before = graph.size()
             prices = incumbent.usage_prices.at(graph.times)
             deadline = state.until(self.share if state.exact else 0.9)
-            ascend(graph, incumbent, self.sweeps, prices, deadline, choice_only=not state.exact)
+            state.messages = ascend(
+                graph, incumbent, self.sweeps, prices, deadline, choice_only=not state.exact, known=state.messages
+            )
             state.use(self.name)
             if incumbent.proven() or incumbent.seconds_left() < 0:
                 state.done = True
@@ -352,7 +364,7 @@ class Prove:
     def run(self, state: State) -> None:
         graph, incumbent = state.graph, state.incumbent
         if incumbent.choice is not None and graph.nodes():
-            bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times))
+            bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times), state.messages)
             reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds_left() < 0))
         state.size.update(_sizes("reduced_", graph))
         if not graph.nodes():

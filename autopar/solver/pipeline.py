@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autopar.errors import SolverError
-from autopar.solver.blocks.folding import Part, SolvePart, fold
+from autopar.solver.blocks.folding import Attempt, BeginPart, Part, fold
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.clock import limited
 from autopar.solver.integer import highs
@@ -60,25 +60,29 @@ def solve(
         incumbent.basis = basis
         for choice in warm_starts:
             incumbent.offer(choice, "warm start")
-        state = State(incumbent, chosen, warm_starts, folding(problem), solve=solve, solve_part=_part_solver(chosen))
+        state = State(incumbent, chosen, warm_starts, folding(problem), solve=solve, begin_part=_part_beginner(chosen))
         run_phases(PHASES, state)
         return _solution(state)
 
 
-def _part_solver(backend: str) -> SolvePart:
-    """What solves the tied problem and its parts: everything but folding."""
+def _part_beginner(backend: str) -> BeginPart:
+    """What solves the tied problem: everything but folding."""
 
-    def solve_part(part: Part) -> Incumbent:
-        incumbent = Incumbent(part.problem, part.seconds, part.gap, None)
-        incumbent.aim = part.aim
+    def begin(part: Part) -> Attempt:
+        incumbent = Incumbent(part.problem, 0.0, part.gap, None)
         for choice in part.warm_starts:
             incumbent.offer(choice, "warm start")
-        run_phases(
-            FLAT, State(incumbent, backend, part.warm_starts, None, part.exact, part.reduced, part.size, solve=solve)
-        )
-        return incumbent
+        state = State(incumbent, backend, part.warm_starts, None, False, part.reduced, part.size, solve=solve)
 
-    return solve_part
+        def attempt(seconds: float, *, exact: bool, aim: float) -> Incumbent:
+            incumbent.time_limit, incumbent.aim = incumbent.seconds() + seconds, aim
+            state.exact, state.done = exact, False
+            run_phases(FLAT, state)
+            return incumbent
+
+        return attempt
+
+    return begin
 
 
 def _solution(state: State) -> Solution:
@@ -97,6 +101,7 @@ def _solution(state: State) -> Solution:
         tuple(incumbent.trace),
         incumbent.usage_prices,
         incumbent.basis,
+        incumbent.seconds_left() <= 0,
     )
 
 

@@ -144,7 +144,7 @@ class Solution:
 
     ``proven``: the gap is within what was asked. ``size``: counts of the problem, of what reductions left, of the ILP.
     ``method``: in words, what found and proved it. ``trace``: how objective and bound approached each other.
-    ``usage_prices``: of the limit, where it binds.
+    ``usage_prices``: of the limit, where it binds. ``cut_off``: whether time ended the search.
     """
 
     choice: tuple[int, ...]
@@ -157,6 +157,7 @@ class Solution:
     trace: tuple[TraceEntry, ...] = ()
     usage_prices: UsagePrices = field(default_factory=UsagePrices, compare=False)
     basis: Basis | None = field(default=None, compare=False)
+    cut_off: bool = False
 
     @property
     def gap(self) -> float:

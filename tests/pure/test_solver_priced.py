@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Problem, Solution, evaluate, solve
+from autopar.solver import Edge, Problem, Solution, evaluate, solve
 from autopar.solver.clock import counted, limited
 from autopar.solver.priced.core import Core
 from autopar.solver.priced.crossover import crossover
@@ -125,6 +125,35 @@ def test_a_planted_optimum_is_approached_from_both_sides(seed: int, shape: tuple
         search.run(lambda: search.rounds > 40 or incumbent.proven())
     assert incumbent.lower_bound <= optimum * (1 + 1e-9)
     assert optimum * (1 - 1e-9) <= incumbent.objective <= 1.03 * optimum
+
+
+def disguised(nodes: int, options: int, seed: int) -> tuple[Problem, float]:
+    """A grid without a limit and its optimum: the planted choice costs nothing, all others something, and then every
+    node hands random parts of its costs to its edges."""
+    random = np.random.default_rng(seed)
+    width = int(nodes**0.5)
+    chosen = random.integers(0, options, nodes)
+    costs = [random.exponential(1.0, options) * (np.arange(options) != c) for c in chosen]
+    pairs = [(u, u + 1) for u in range(nodes - 1) if (u + 1) % width] + [(u, u + width) for u in range(nodes - width)]
+    edges = []
+    for u, v in pairs:
+        matrix = random.exponential(1.0, (options, options))
+        matrix[chosen[u], chosen[v]] = 0.0
+        left, right = random.random(options), random.random(options)
+        costs[u], costs[v] = costs[u] - left, costs[v] - right
+        edges.append(Edge(u, v, matrix + left[:, None] + right))
+    shifts = [min(cost.min(), 0.0) for cost in costs]
+    costs = [cost - shift for cost, shift in zip(costs, shifts, strict=True)]
+    return Problem(tuple(costs), tuple(edges)), -sum(shifts)
+
+
+def test_a_large_problem_without_a_limit_is_approached_from_both_sides() -> None:
+    problem, optimum = disguised(1_600, 6, seed=0)
+    found = solve(problem, time_limit=3.0, gap=1e-3, folding=lambda _: None)
+    assert evaluate(problem, found.choice) == (found.objective, True)
+    assert found.lower_bound <= optimum * (1 + 1e-9) <= found.objective * (1 + 2e-9)
+    assert found.gap <= 1e-3
+    assert "prices" in found.method
 
 
 def test_more_work_never_gives_a_worse_choice() -> None:

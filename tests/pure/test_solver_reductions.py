@@ -194,6 +194,26 @@ def test_a_dual_bounds_the_optimum_and_so_does_what_is_left_of_it(problem: Probl
     assert dual.sweep(forward=False).lower_bound <= best + 1e-9 * (1 + best)
 
 
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.integers(1, 6), st.integers(0, 10**6))
+def test_an_ascent_goes_on_where_another_one_ended(problem: Problem, sweeps: int, seed: int) -> None:
+    """Also where options have gone meanwhile: messages then bound what is left."""
+    graph = settled_graph(problem)
+    best = optimum(problem)
+    assume(math.isfinite(best))
+    dual = Dual(graph)
+    for count in range(sweeps):
+        bound = dual.sweep(forward=count % 2 == 1).lower_bound
+    assert Dual(graph, known=dual.messages()).sweep(forward=sweeps % 2 == 1).lower_bound >= bound - 1e-9 * (1 + best)
+    known, rng = dual.messages(), np.random.default_rng(seed)
+    masks = {n: rng.random(len(graph.costs[n])) < 0.5 for n in graph.nodes()}
+    for node, option in graph.project(brute_force(problem).choice).items():
+        masks[node][option] = True
+    dual.keep(masks)
+    later = Dual(graph, known=known).sweep(forward=sweeps % 2 == 1).lower_bound
+    assert bound - 1e-9 * (1 + best) <= later <= best + 1e-9 * (1 + best)
+
+
 def test_a_tree_is_solved_by_elimination() -> None:
     random = np.random.default_rng(3)
     edges = tuple(Edge(node // 2, node, random.random((5, 5))) for node in range(1, 30))

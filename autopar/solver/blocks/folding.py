@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from autopar.errors import InfeasibleError
 from autopar.solver.blocks.blocks_linear import relax_blocks
@@ -18,7 +18,7 @@ from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.parts import Tied, take_apart, tie
 from autopar.solver.blocks.repetition import Run, find_runs
 from autopar.solver.problem import Problem, UsagePrices
-from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.incumbent import Gap, Incumbent
 
 MARGIN = 1
 """So many blocks at both ends of a run choose for themselves: what precedes and follows the run may suit others."""
@@ -41,20 +41,24 @@ ROUGH, FINE = 0.03, 0.003
 
 @dataclass(frozen=True)
 class Part:
-    """What is solved without folding; ``size`` is written to. Without ``exact``, message passing alone. ``aim``: an
-    objective that is good enough. ``reduced``: whether it is as far as it can be."""
+    """What is solved without folding; ``size`` is written to. ``reduced``: whether it is as far as it can be."""
 
     problem: Problem
-    seconds: float
-    gap: float
-    exact: bool
+    gap: Gap
     warm_starts: tuple[tuple[int, ...], ...] = ()
-    aim: float = -math.inf
     reduced: bool = False
     size: dict[str, int] = field(default_factory=dict)
 
 
-SolvePart: TypeAlias = Callable[[Part], Incumbent]
+class Attempt(Protocol):
+    """Goes on with a part from where it was left."""
+
+    def __call__(self, seconds: float, *, exact: bool, aim: float) -> Incumbent:
+        """For so many seconds more. Without ``exact``, by message passing alone. ``aim``: an objective that is good
+        enough."""
+
+
+BeginPart: TypeAlias = Callable[[Part], Attempt]
 
 
 def foldable(runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -72,7 +76,7 @@ def fold(problem: Problem, known: Sequence[Run] | None = None) -> Tied | None:
 
 
 def solve_folded(
-    incumbent: Incumbent, tied: Tied, solve_part: SolvePart, size: dict[str, int], *, linear: bool
+    incumbent: Incumbent, tied: Tied, begin_part: BeginPart, size: dict[str, int], *, linear: bool
 ) -> None:
     """Better choices and bounds for the incumbent's problem, which has no limit, until it is proven or a share of the
     time is spent.
@@ -83,7 +87,7 @@ def solve_folded(
         linear: whether linear programs can be solved.
     """
     size.update({f"folded_{name}": count for name, count in tied.problem.size().items()})
-    folding = _Folding(incumbent, tied, solve_part, size)
+    folding = _Folding(incumbent, tied, begin_part, size)
     with contextlib.suppress(InfeasibleError):
         for turn, share in enumerate(SHARES):
             if incumbent.proven() or incumbent.seconds_left() <= 0:
@@ -99,19 +103,16 @@ def solve_folded(
 class _Folding:
     """The tied problem, its best choice so far, and the bound."""
 
-    def __init__(
-        self,
-        incumbent: Incumbent,
-        tied: Tied,
-        solve_part: SolvePart,
-        size: dict[str, int],
-    ) -> None:
-        self.incumbent = incumbent
-        self.solve_part = solve_part
-        self.size = size
-        self.tied = tied
-        self.warm = () if incumbent.choice is None else (tied.project(incumbent.choice),)
+    def __init__(self, incumbent: Incumbent, tied: Tied, begin_part: BeginPart, size: dict[str, int]) -> None:
+        self.incumbent, self.tied, self.size = incumbent, tied, size
         self.bounds = Bounds(tied.parts, UsagePrices())
+        self.core = self.bounds.relaxation.core(tied)
+        self.reduced = bool(self.core.problem.edges)
+        known = () if incumbent.choice is None else (tied.project(incumbent.choice),)
+        problem = self.core.problem if self.reduced else tied.problem
+        warm = tuple(map(self.core.project, known)) if self.reduced else known
+        self.part = Part(problem, lambda _: 0.25 * incumbent.gap, warm, self.reduced)
+        self.attempt = begin_part(self.part)
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice and a better bound, each in half of the time. A bound comes first, so that no choice is
@@ -137,16 +138,12 @@ class _Folding:
         Raises:
             InfeasibleError: blocks cannot choose alike.
         """
-        core = self.bounds.relaxation.core(self.tied)
-        reduced = bool(core.problem.edges)
-        problem, warm = (core.problem, map(core.project, self.warm)) if reduced else (self.tied.problem, self.warm)
         if aim is None:
-            aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (core.offset if reduced else 0.0)
-        part = Part(problem, seconds, 0.25 * self.incumbent.gap, exact, tuple(warm), aim, reduced)
-        found = self.solve_part(part)
-        told = {name: count for name, count in part.size.items() if not reduced or name.startswith("reduced_")}
+            aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (self.core.offset if self.reduced else 0.0)
+        found = self.attempt(seconds, exact=exact, aim=aim)
+        sizes = self.part.size.items()
+        told = {name: count for name, count in sizes if not self.reduced or name.startswith("reduced_")}
         self.size.update({f"folded_{name}": count for name, count in told.items()})
         if found.choice is not None:
-            choice = core.expand(found.choice) if reduced else found.choice
-            self.warm = (choice,)
+            choice = self.core.expand(found.choice) if self.reduced else found.choice
             self.incumbent.offer(self.tied.expand(choice), f"equal blocks, {found.found_by}")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.solver.dual.dual import Dual
+from autopar.solver.dual.dual import Dual, Messages
 from autopar.solver.dual.search import Search
 from autopar.solver.problem import Array, relative_gap
 from autopar.solver.reduce.graph import Graph
@@ -49,14 +49,15 @@ def ascend(
     deadline: float,
     *,
     choice_only: bool = False,
-) -> Dual:
+    known: Messages | None = None,
+) -> Messages:
     """Sweep until the bound stalls, the gap closes or the clock (seconds since the start) reaches the deadline.
 
     Options that every better choice avoids are removed from the graph on the way, when they are many, and at the end.
     Prices of usages stay as they are. With ``choice_only`` it also ends when the gap is small and no
-    better choice was found for long.
+    better choice was found for long. It goes on from ``known`` messages, and returns its own.
     """
-    dual = Dual(graph, prices)
+    dual = Dual(graph, prices, known)
     best = -math.inf
     superfluous = _Superfluous(graph)
     stalled, found = 0, 0
@@ -84,7 +85,7 @@ def ascend(
         if count % 4 == 3 and superfluous.many():
             superfluous.remove(dual)
     superfluous.remove(dual)
-    return dual
+    return dual.messages()
 
 
 def _patience(graph: Graph, superfluous: _Superfluous) -> int:
@@ -127,13 +128,13 @@ class _Superfluous:
         self._reset()
 
 
-def bar_superfluous_pairs(graph: Graph, incumbent: Incumbent, prices: Array) -> int:
-    """Forbid the pairs of options that every better choice avoids; how many.
+def bar_superfluous_pairs(graph: Graph, incumbent: Incumbent, prices: Array, known: Messages | None = None) -> int:
+    """Forbid the pairs of options that every better choice avoids; how many. ``known``: messages to begin with.
 
     Raises:
         InfeasibleError: no choice is better than the incumbent.
     """
-    dual = Dual(graph, prices)
+    dual = Dual(graph, prices, known)
     barred = {(u, v): np.zeros(graph.neighbours[u][v].shape, dtype=bool) for u, v in graph.pairs()}
     for count in range(6):
         if incumbent.seconds_left() < 0:

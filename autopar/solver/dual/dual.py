@@ -9,18 +9,23 @@ Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from autopar.solver.clock import tick
-from autopar.solver.problem import Array
+from autopar.solver.problem import Array, IndexArray
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.ordering import narrow_order
 
 _BARRED = 1e30
 """Stands for a forbidden pair while a choice is decoded, so that comparisons among bad options still mean something."""
+
+
+Messages: TypeAlias = Mapping[int, tuple[IndexArray, Mapping[int, Array]]]
+"""Of each node, its options by their numbers in the problem, and what each of its edges was handed of their costs."""
 
 
 A_LOOK = 500
@@ -38,9 +43,10 @@ class SweepResult:
 
 
 class Dual:
-    """The state of the ascent for a graph that doesn't change meanwhile."""
+    """The state of the ascent for a graph that doesn't change meanwhile. It goes on from the ``known`` messages of the
+    graph while there was more of it: any messages give a valid bound."""
 
-    def __init__(self, graph: Graph, prices: Array | None = None) -> None:
+    def __init__(self, graph: Graph, prices: Array | None = None, known: Messages | None = None) -> None:
         self.graph = graph
         self.nodes = graph.nodes()
         self.order = narrow_order(self.nodes, graph.neighbours)
@@ -54,11 +60,24 @@ class Dual:
         self.earlier = {node: [o for o in self.push[node] if rank[o] < rank[node]] for node in self.nodes}
         self.later = {node: [o for o in self.push[node] if rank[o] > rank[node]] for node in self.nodes}
         self._price_usages(self.prices)
+        self._hand_out(known or {})
         self._elements = 0
         for node in self.order:
             for other in self.earlier[node]:
                 self._collect(node, other)
         self._count(len(self.nodes))
+
+    def messages(self) -> Messages:
+        """What a later ascent can go on from."""
+        return {node: (self.graph.options[node], pushed) for node, pushed in self.push.items()}
+
+    def _hand_out(self, known: Messages) -> None:
+        for node in self.nodes:
+            options, handed = known.get(node, ((), {}))
+            for other in self.push[node].keys() & handed.keys():
+                part = handed[other][np.searchsorted(options, self.graph.options[node])]
+                self.push[node][other] = part
+                self.theta[node] = self.theta[node] - part
 
     def _count(self, nodes: int) -> None:
         tick("swept node", nodes)

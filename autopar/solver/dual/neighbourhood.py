@@ -19,8 +19,8 @@ SolvePart = Callable[[Problem, float, Sequence[int]], Solution]
 def improve_parts(graph: Graph, incumbent: Incumbent, solve_part: SolvePart) -> None:
     """Solve parts until the time is up or they give nothing for long; each better choice is offered.
 
-    A part is connected, around a random node, or made of random nodes: what one of these frees of the limit another
-    one uses, however far away.
+    A part is connected, around a random node, or, under a limit, made of random nodes: what one of these frees of the
+    limit another one uses, however far away.
     """
     if incumbent.choice is None:
         return
@@ -37,7 +37,9 @@ def improve_parts(graph: Graph, incumbent: Incumbent, solve_part: SolvePart) -> 
             break
         count += 1
         order = random.permutation(nodes).tolist()
-        part = _random_part(graph, order) if count % 2 else _connected_part(graph, order[0], random)
+        part = (
+            _random_part(graph, order) if count % 2 and len(graph.limits) else _connected_part(graph, order[0], random)
+        )
         if not _improve_part(graph, search, part, min(PARTS.seconds, incumbent.seconds_left()), solve_part):
             continue
         if incumbent.offer(graph.expand(search.choice), "solving parts"):
