@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -239,3 +240,18 @@ def test_no_more_weights_are_tried_than_a_known_bound_leaves_open() -> None:
         again = asked.minimize(asked.problem(), counted, gap=1e-9, bound=bound)
         assert again.lower_bound <= again.objective <= found.objective
     assert solved.count(found.objective) == 1 < solved.count(-np.inf)
+
+
+def test_a_solve_that_time_cut_off_is_taken_up_again_with_the_same_weights() -> None:
+    """Where known choices lead to no others, what is open is the sum itself."""
+    asked = objective.__wrapped__(*FEW_TOKENS, 0.0)
+    solved: list[Problem] = []
+
+    def cut(problem: Problem, warm: Sequence[Sequence[int]]) -> Solution:
+        solved.append(problem)
+        found = whole(problem, warm)
+        return replace(found, lower_bound=0.5 * found.lower_bound, cut_off=True) if len(solved) == 1 else found
+
+    found = asked.minimize(asked.problem(), cut, gap=1e-9)
+    assert len(solved) == 2
+    assert found.gap <= 1e-9

@@ -358,7 +358,7 @@ class Objective:
         gap: float | Gap,
         known: Sequence[Sequence[int]] = (),
         most: int = MAX_SOLVES,
-        out_of_time: Callable[[], bool] = lambda: False,
+        out_of_time: Callable[[tuple[int, ...]], bool] = lambda _: False,
         bound: float = -math.inf,
         used: Callable[[Sequence[int]], float] = lambda _: 0.0,
     ) -> Solution:
@@ -370,7 +370,7 @@ class Objective:
             gap: the relative gap at which no more weights are tried.
             known: choices that determine the first weights, and that may be mixed with those that are found.
             most: the number of weightings to try; if one, it is the weights to start from.
-            out_of_time: whether there is no time for another weighting.
+            out_of_time: whether there is no time for another weighting, given the best choice.
             bound: a known bound on F.
             used: the most that a choice uses of what is limited, where that is more than its ``usages`` say.
         """
@@ -398,11 +398,11 @@ class Objective:
             if best.objective - bound > enough(best.objective) * best.objective:
                 best = _better(best, self._mixture(choices, asked, used))
             left = enough(best.objective) * best.objective
-            if best.objective - bound <= left or turn == most - 1 or out_of_time():
+            if best.objective - bound <= left or turn == most - 1 or out_of_time(best.choice):
                 break
             ceiling, highest = self._best_weights(known_seconds)
             last, weights = weights, self._towards(highest, step)
-            if ceiling - raised <= WORTH_GAPS * left or np.allclose(last, weights):
+            if ceiling - raised <= WORTH_GAPS * left or (np.allclose(last, weights) and not at.cut_off):
                 break
         assert best is not None
         bound = min(bound, best.objective)

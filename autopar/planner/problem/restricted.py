@@ -25,21 +25,31 @@ def solve_sliced(
     backend: str,
     gap: float | Gap,
     folding: Folding,
+    known: Sequence[int] | None = None,
 ) -> tuple[int, ...] | None:
-    """Return the best choice among the options ``kept`` of each node; None if there is none or time runs out."""
+    """Return the best choice among the options ``kept`` of each node; None if there is none or time runs out. It begins
+    with the ``known`` one."""
     if not all(map(len, kept)):
         return None
     open_nodes = [node for node, options in enumerate(kept) if len(options) > 1] or [0]
     sliced, certain = _sliced(problem, kept, open_nodes)
     if not math.isfinite(certain) or (problem.usages and sum_of_least(sliced) > problem.limit):
         return None
+    begin = () if known is None else (_among(known, kept, open_nodes),)
     try:
-        found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, folding=folding).choice
+        found = solve(
+            sliced, time_limit=time_limit, backend=backend, gap=gap, folding=folding, warm_starts=begin
+        ).choice
     except AutoparError:
         return None
     choice = np.array([options[0] for options in kept], dtype=np.int64)
     choice[open_nodes] = [kept[node][option] for node, option in zip(open_nodes, found, strict=True)]
     return tuple(choice.tolist())
+
+
+def _among(choice: Sequence[int], kept: Kept, open_nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return a choice in terms of the options that are kept; of a node that takes another one, the first."""
+    return tuple(int((kept[node] == choice[node]).argmax()) for node in open_nodes)
 
 
 def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Problem, float]:

@@ -20,6 +20,7 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.search import settings
 from autopar.planner.search.candidates import Candidate
+from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.keeping import layer_boundaries
 from autopar.planner.search.rounds import (
     constrained,
@@ -40,7 +41,7 @@ from autopar.planner.search.two_stage import (
     sharded_as,
     with_lean_sums,
 )
-from autopar.solver import relative_gap, sum_of_least
+from autopar.solver import sum_of_least
 from autopar.solver.clock import now
 
 
@@ -79,14 +80,16 @@ class Free:
         def coarser(_: float) -> float:
             return max(gap, settings.FREE_GAP) if tight and now() > coarse_at else gap
 
-        free, state = solve_round(search, state, search.objective, None, math.inf, enough, seeds=seeds, gap=coarser)
+        def longer(best: Choice) -> float:
+            """What fits is the plan, so nothing else has to be looked for."""
+            _, memory = scheduled(search.objective.decisions, best, search.prices, search.options, search.budget)
+            return until if memory.peak_bytes <= search.budget else enough
+
+        objective = search.objective
+        free, state = solve_round(
+            search, state, objective, None, math.inf, enough, seeds=seeds, gap=coarser, longer=longer
+        )
         bound = free.solution.lower_bound
-        wide = relative_gap(free.cost, bound) > search.worthless_gap(free.cost)
-        if free.memory.peak_bytes <= search.budget and wide and enough < until:
-            # It fits, so nothing else has to be looked for.
-            state, seeds = state.with_plan(search, free), (free.solution.choice, *seeds)
-            free, state = solve_round(search, state, search.objective, None, math.inf, until, seeds=seeds, gap=gap)
-            bound = max(bound, free.solution.lower_bound)
         if search.budget < free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget:
             free = _arranged(search, free)
         state = replace(state, free=free, free_s=now() - began, bound=bound)
@@ -247,7 +250,7 @@ class KnownShardings:
         if mostly_used or takes_long or state.is_done(search) or now() > until:
             return state
         needed = wide.as_held(found.solution.choice, found.program, found.memory.timeline)
-        return self._solved(search, state, still, needed, until, boundaries)[0]
+        return self._solved(search, state, still, needed, until, boundaries, found.solution.choice)[0]
 
     def _solved(
         self,
@@ -257,8 +260,9 @@ class KnownShardings:
         active: ActiveSet,
         until: float,
         boundaries: Collection[int],
+        known: Choice | None = None,
     ) -> tuple[SearchState, Result | None]:
-        """The best under these constraints, and the state with it."""
+        """The best under these constraints, from a ``known`` one, and the state with it."""
         found = solve_with_shardings(
             search,
             state,
@@ -270,6 +274,7 @@ class KnownShardings:
             equalize=True,
             method=self.name,
             boundaries=boundaries,
+            known=known,
         )
         state = replace(state, points=state.points | active.margins.keys())
         if found is None:

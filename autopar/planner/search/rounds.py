@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -79,6 +79,7 @@ def solve_round(
     gap: float | Gap = 0.0,
     reweigh: float | None = None,
     boundaries: Collection[int] = (),
+    longer: Callable[[Choice], float] | None = None,
 ) -> tuple[Result, SearchState]:
     """The best choice under ``limit`` bytes, scheduled and measured, and the state with what the solve leaves.
 
@@ -88,6 +89,7 @@ def solve_round(
         reweigh: the gap down to which weights of the paths are tried; None for those that the objective has, where
             there are constraints.
         boundaries: hold variables of values that are not to be recomputed.
+        longer: until when the paths get other weights, given the best choice, where that may be later.
 
     Raises:
         InfeasibleError, SolverError: the constraints allow nothing, or nothing was found in time.
@@ -96,7 +98,7 @@ def solve_round(
     problem = constrained(search, state, objective, active, limit)
     built = time.perf_counter()
     search.report("solve")
-    solution, state = _solve(search, state, objective, problem, active, until, seeds, gap, reweigh, boundaries)
+    solution, state = _solve(search, state, objective, problem, active, until, seeds, gap, reweigh, boundaries, longer)
     solution = replace(solution, choice=offloading_first(objective, solution.choice))
     solved = time.perf_counter()
     graph, mesh = search.graph, objective.decisions.mesh
@@ -123,8 +125,9 @@ def _solve(
     gap: float | Gap,
     reweigh: float | None,
     boundaries: Collection[int],
+    longer: Callable[[Choice], float] | None,
 ) -> tuple[Solution, SearchState]:
-    prices_of_memory, basis = state.usage_prices, state.basis
+    prices_of_memory, basis, last_s = state.usage_prices, state.basis, 0.0
     extended = asked
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
     most = 1 if active is not None and reweigh is None else MAX_SOLVES
@@ -132,13 +135,14 @@ def _solve(
     reweighed = ends if reweigh is None else lambda cost: max(ends(cost), reweigh)
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
-        nonlocal prices_of_memory, basis, extended
+        nonlocal prices_of_memory, basis, extended, last_s
         begin = (*best, *(seeds if active else seeds[:MOST_SEEDS]))
         problem = without_recomputing(objective, problem, boundaries)
         if active:
             problem, begin = active.extend(problem), tuple(map(active.extend_choice, begin))
             extended = problem
-        left_s = (until - now()) * (1.0 if most == 1 else SOLVE_SHARE)
+        began = now()
+        left_s = (until - began) * (1.0 if most == 1 else SOLVE_SHARE)
         found = solve(
             problem,
             time_limit=max(left_s, LEAST_S),
@@ -151,7 +155,7 @@ def _solve(
             progress=lambda entry: _report_gap(search, entry),
             refuses=refuses,
         )
-        prices_of_memory, basis = found.usage_prices, found.basis
+        prices_of_memory, basis, last_s = found.usage_prices, found.basis, now() - began
         return replace(found, choice=active.restrict(found.choice)) if active else found
 
     def refuses(choice: Sequence[int]) -> bool:
@@ -163,12 +167,23 @@ def _solve(
         )
         return memory.peak_bytes > search.budget
 
+    def out_of_time(best: Choice) -> bool:
+        """Whether another solve would have much less work than the last one."""
+        nonlocal until
+
+        def is_late() -> bool:
+            return SOLVE_SHARE * (until - now()) < settings.LEAST_ROUND * last_s
+
+        if longer is not None and is_late():
+            until = longer(best)
+        return is_late()
+
     def used(choice: Sequence[int]) -> float:
         """What redistributed operands are counted in, if any."""
         return peak_usage(extended, active.extend_choice(choice)) if active else 0.0
 
     bound = state.bound if asked.limit <= search.budget else -math.inf
-    found = objective.minimize(asked, solve_from, reweighed, seeds, most, lambda: now() > until, bound, used)
+    found = objective.minimize(asked, solve_from, reweighed, seeds, most, out_of_time, bound, used)
     proven = relative_gap(found.objective, found.lower_bound) <= search.options.gap
     return replace(found, proven=proven), replace(state, usage_prices=prices_of_memory, basis=basis)
 
@@ -192,6 +207,7 @@ def solve_with_shardings(
     method: str,
     boundaries: Collection[int] = (),
     folding: Folding = fold,
+    known: Choice | None = None,
 ) -> Result | None:
     """The best way to keep, recompute and offload among the options that are ``still`` open, over some rounds: one that
     fits, or the last that does not.
@@ -199,6 +215,7 @@ def solve_with_shardings(
     Args:
         boundaries: hold variables of values that are not to be recomputed.
         equalize: whether the largest margin is set aside at all points once it grows, for fewer rounds.
+        known: a choice to begin with.
     """
     objective = state.joint
     assert objective is not None
@@ -208,7 +225,8 @@ def solve_with_shardings(
         problem = active.extend(without_recomputing(objective, problem, boundaries))
         # A choice that is over the budget needs another round, however near the best it may be.
         seconds = max((until - now()) * (settings.ROUND_SHARE if left > 1 else 1.0), LEAST_S)
-        choice = solve_open(problem, still, seconds, search.options.solver, enough, folding)
+        begin = None if known is None else active.extend_choice(known)
+        choice = solve_open(problem, still, seconds, search.options.solver, enough, folding, begin)
         if choice is None:
             break
         found = search.measure(objective, active.restrict(choice), method, search.budget)
@@ -223,13 +241,19 @@ def solve_with_shardings(
 
 
 def solve_open(
-    problem: Problem, still: Open, seconds: float, backend: str, gap: float | Gap, folding: Folding = fold
+    problem: Problem,
+    still: Open,
+    seconds: float,
+    backend: str,
+    gap: float | Gap,
+    folding: Folding = fold,
+    known: Choice | None = None,
 ) -> Choice | None:
     """The best choice among options that are ``still`` open; None where there is none or time is out."""
     every = [np.arange(len(c)) for c in problem.costs]
     kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
     kept += every[len(kept) :]
-    return solve_sliced(problem, kept, seconds, backend, gap, folding)
+    return solve_sliced(problem, kept, seconds, backend, gap, folding, known)
 
 
 def fold_or_give_up(problem: Problem) -> Tied | None:
