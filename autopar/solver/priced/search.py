@@ -3,7 +3,8 @@
 Every round prices what is used at each time (Lagrange 1797; Everett 1963), passes messages once to and fro, which gives
 a bound at any prices, and moves exactly (``core``). A choice that is over the limit gives its best parts to the best
 choice known, which never leaves the limit (``crossover``); times that it overuses become dearer, by factors and not by
-sums (Plotkin, Shmoys and Tardos 1995), so that prices need no scale and end on the few times that matter.
+sums (Plotkin, Shmoys and Tardos 1995), so that prices need no scale and end on the few times that matter. Without a
+limit nothing is priced: moves start from the best choice, and messages raise the bound.
 """
 
 from __future__ import annotations
