@@ -91,13 +91,18 @@ class State:
             self.size.update(_sizes("", self._graph) if not self.size else {})
         return self._graph
 
+    @property
+    def searched(self) -> Graph:
+        """What a search by prices is about: where usages are limited, reductions leave other choices than it needs."""
+        return self.plain if self.limited else self.graph
+
     def may_search(self) -> bool:
         """Whether a search by prices has room: its messages hold the table of every edge, which edges here share."""
-        return bool(self.plain.nodes()) and sum(e.cost.size for e in self.problem.edges) <= PRICES.most_elements
+        return bool(self.searched.nodes()) and sum(e.cost.size for e in self.problem.edges) <= PRICES.most_elements
 
     def searching(self) -> PricedSearch:
         if self.search is None:
-            self.search = PricedSearch(self.plain if self.limited else self.graph.copy(), self.incumbent)
+            self.search = PricedSearch(self.searched.copy(), self.incumbent)
         return self.search
 
     def until(self, share: float) -> float:
@@ -269,7 +274,7 @@ class LinearProgram:
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of the limit, exact moves under them, and the parts of these that fit."""
+    """Prices of the limit, exact moves under them, and the parts of these that fit; without a limit, exact moves."""
 
     name: ClassVar[str] = "prices"
     least_flows: int = 10_000
@@ -285,11 +290,9 @@ class Prices:
     """It ends when less than ``progress`` of the gap was closed in a share of its time, and in some rounds."""
 
     def applies(self, state: State) -> bool:
-        if not state.may_search():
-            return False
         if not state.limited:
-            return state.graph.size()[0] >= self.least_nodes
-        if not len(state.plain.limits):
+            return len(state.graph.nodes()) >= self.least_nodes and state.may_search()
+        if not state.may_search() or not len(state.plain.limits):
             return False
         return not state.relaxed or not is_small(state.graph, self.least_flows)
 
