@@ -335,6 +335,20 @@ class TestSolve:
         assert solve(problem).choice == solve(problem).choice
 
 
+@pytest.mark.parametrize("nodes", [14, 15])
+def test_blocks_that_cannot_choose_alike_tell_nothing_about_the_whole(nodes: int) -> None:
+    """Neighbours differ in colour, and the first has one colour: the choice at hand is not proven by that."""
+    colours, cost = np.array([0, 0, 1, 1]), np.array([1.0, 5.0, 1.0, 5.0])
+    differ = np.where(colours[:, None] == colours, math.inf, 0.0)
+    costs = (np.where(colours == 0, cost, math.inf), *[cost] * (nodes - 1))
+    problem = Problem(costs, tuple(Edge(i, i + 1, differ) for i in range(nodes - 1)))
+    assert fold(problem) is not None
+    dear = tuple(2 * (i % 2) + 1 for i in range(nodes))
+    assert evaluate(problem, dear) == (5.0 * nodes, True)
+    found = solve(problem, gap=0.0, warm_starts=[dear])
+    assert found.objective == found.lower_bound == nodes
+
+
 def test_blocks_are_found_where_forward_and_backward_look_alike() -> None:
     """The backward visits the layers in reverse, so its nodes are numbered the other way round."""
     layers, cost, step, saved = 8, np.arange(3.0), np.eye(3), np.ones((3, 3))

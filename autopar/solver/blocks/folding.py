@@ -10,12 +10,14 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 from autopar.errors import InfeasibleError
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.parts import Tied, take_apart, tie
+from autopar.solver.blocks.relaxation import Core
 from autopar.solver.blocks.repetition import Run, find_runs
 from autopar.solver.problem import Problem, UsagePrices
 from autopar.solver.reduce.incumbent import Gap, Incumbent
@@ -105,14 +107,30 @@ class _Folding:
 
     def __init__(self, incumbent: Incumbent, tied: Tied, begin_part: BeginPart, size: dict[str, int]) -> None:
         self.incumbent, self.tied, self.size = incumbent, tied, size
+        self.begin_part = begin_part
         self.bounds = Bounds(tied.parts, UsagePrices())
-        self.core = self.bounds.relaxation.core(tied)
-        self.reduced = bool(self.core.problem.edges)
-        known = () if incumbent.choice is None else (tied.project(incumbent.choice),)
-        problem = self.core.problem if self.reduced else tied.problem
-        warm = tuple(map(self.core.project, known)) if self.reduced else known
-        self.part = Part(problem, lambda _: 0.25 * incumbent.gap, warm, self.reduced)
-        self.attempt = begin_part(self.part)
+
+    @cached_property
+    def core(self) -> Core | None:
+        """What the reduced pieces leave of the tied problem, where that is not all.
+
+        Raises:
+            InfeasibleError: blocks cannot choose alike.
+        """
+        core = self.bounds.relaxation.core(self.tied)
+        return core if core.problem.edges else None
+
+    @cached_property
+    def part(self) -> Part:
+        incumbent, core = self.incumbent, self.core
+        known = () if incumbent.choice is None else (self.tied.project(incumbent.choice),)
+        problem = self.tied.problem if core is None else core.problem
+        warm = known if core is None else tuple(map(core.project, known))
+        return Part(problem, lambda _: 0.25 * incumbent.gap, warm, core is not None)
+
+    @cached_property
+    def attempt(self) -> Attempt:
+        return self.begin_part(self.part)
 
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice and a better bound, each in half of the time. A bound comes first, so that no choice is
@@ -138,12 +156,13 @@ class _Folding:
         Raises:
             InfeasibleError: blocks cannot choose alike.
         """
+        core = self.core
         if aim is None:
-            aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (self.core.offset if self.reduced else 0.0)
+            aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (0.0 if core is None else core.offset)
         found = self.attempt(seconds, exact=exact, aim=aim)
         sizes = self.part.size.items()
-        told = {name: count for name, count in sizes if not self.reduced or name.startswith("reduced_")}
+        told = {name: count for name, count in sizes if core is None or name.startswith("reduced_")}
         self.size.update({f"folded_{name}": count for name, count in told.items()})
         if found.choice is not None:
-            choice = self.core.expand(found.choice) if self.reduced else found.choice
+            choice = found.choice if core is None else core.expand(found.choice)
             self.incumbent.offer(self.tied.expand(choice), f"equal blocks, {found.found_by}")
