@@ -209,7 +209,8 @@ def test_the_smallest_budget_that_an_error_names_works(name, mesh) -> None:
     options = Options(aliases=canonical_names(of(name).model), time_limit_s=6.0 if name == "mlp" else 30.0)
 
     def within(budget: int) -> Planned:
-        return planner.plan_graph(graph, on, cluster, dataclasses.replace(options, memory_budget_bytes=budget))
+        with only_counted():  # where the wall ends a search, another one may have less work
+            return planner.plan_graph(graph, on, cluster, dataclasses.replace(options, memory_budget_bytes=budget))
 
     with pytest.raises(InfeasibleError, match="smallest budget that works") as error:
         within(1000)
