@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from autopar.errors import SolverError
-from autopar.solver.blocks.folding import Attempt, BeginPart, Part, fold
+from autopar.solver.blocks.folding import Attempt, Part, fold
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.clock import limited
 from autopar.solver.integer import highs
@@ -60,29 +61,26 @@ def solve(
         incumbent.basis = basis
         for choice in warm_starts:
             incumbent.offer(choice, "warm start")
-        state = State(incumbent, chosen, warm_starts, folding(problem), solve=solve, begin_part=_part_beginner(chosen))
+        begin_part = partial(_begin_part, chosen)
+        state = State(incumbent, chosen, warm_starts, folding(problem), solve=solve, begin_part=begin_part)
         run_phases(PHASES, state)
         return _solution(state)
 
 
-def _part_beginner(backend: str) -> BeginPart:
-    """What solves the tied problem: everything but folding."""
+def _begin_part(backend: str, part: Part) -> Attempt:
+    """What solves the tied problem, by everything but folding; each attempt goes on from the last."""
+    incumbent = Incumbent(part.problem, 0.0, part.gap, None)
+    for choice in part.warm_starts:
+        incumbent.offer(choice, "warm start")
+    state = State(incumbent, backend, part.warm_starts, None, False, part.reduced, part.size, solve=solve)
 
-    def begin(part: Part) -> Attempt:
-        incumbent = Incumbent(part.problem, 0.0, part.gap, None)
-        for choice in part.warm_starts:
-            incumbent.offer(choice, "warm start")
-        state = State(incumbent, backend, part.warm_starts, None, False, part.reduced, part.size, solve=solve)
+    def attempt(seconds: float, *, exact: bool, aim: float) -> Incumbent:
+        incumbent.time_limit, incumbent.aim = incumbent.seconds() + seconds, aim
+        state.exact, state.done = exact, False
+        run_phases(FLAT, state)
+        return incumbent
 
-        def attempt(seconds: float, *, exact: bool, aim: float) -> Incumbent:
-            incumbent.time_limit, incumbent.aim = incumbent.seconds() + seconds, aim
-            state.exact, state.done = exact, False
-            run_phases(FLAT, state)
-            return incumbent
-
-        return attempt
-
-    return begin
+    return attempt
 
 
 def _solution(state: State) -> Solution:
