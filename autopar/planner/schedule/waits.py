@@ -7,7 +7,7 @@ cost in time.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -62,10 +62,10 @@ def wait_sooner(program: Program, timeline: Sequence[int], budget: float) -> Pro
             continue
         name = op.writes[0].name
         until = min([program.first_read.get(t.name, len(program.ops)) for t in op.writes])
-        position = min((o for o in over if at < o < until), default=None)
-        if position is not None and all(program.last_read[source] == at for source in op.reads):
+        first = bisect_right(over, at)
+        if first < len(over) and over[first] < until and all(program.last_read[source] == at for source in op.reads):
             gone |= {waited[name]} if name in waited else set()
-            waits.setdefault(position, []).append(wait_for(op))
+            waits.setdefault(over[first], []).append(wait_for(op))
     return _with(program, waits, gone) if waits else None
 
 

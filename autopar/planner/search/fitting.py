@@ -11,6 +11,7 @@ exposed, which the simulated step shows, but never excludes a plan that fits.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -86,10 +87,11 @@ def _place(at: int, op: Op, over: Sequence[int], read: Mapping[str, int], begun:
     if op.kind == "fetch":
         # What is over the budget in the reader itself is no fetch's fault: it is needed there.
         until = read[op.writes[0].name]
-        last = max((o for o in over if at < o < until), default=None)
-        return None if last is None else last + 1
+        last = bisect_left(over, until) - 1
+        return over[last] + 1 if last >= 0 and over[last] > at else None
     if op.kind == "wait" and len(op.reads) > 1:
-        return min((o for o in over if begun[op.reads[1]] < o < at), default=None)
+        first = bisect_right(over, begun[op.reads[1]])
+        return over[first] if first < len(over) and over[first] < at else None
     return None
 
 

@@ -303,7 +303,7 @@ def shortest(search: Search, state: SearchState) -> Candidate:
 def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candidate]:
     """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that cost
     no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate, and whatever
-    time it is the first of those that cost no more."""
+    time it is the first of these."""
     if search.options.compare:
         yield from (baseline.candidate for baseline in search.baselines if search.fits(baseline))
         return
@@ -314,7 +314,7 @@ def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candi
     steps: dict[str, float] = {}
     latest = search.ends + LATE_S
     for baseline in search.baselines:
-        if baseline.objective > most_s or now() > latest:
+        if baseline.objective > most_s or (now() > latest and (steps or baseline.objective > max(cost, step_s))):
             continue
         if _may_be_shorter(baseline, step_s, nearly=outdone, several=several):
             steps[baseline.name] = baseline.least_s
@@ -324,8 +324,8 @@ def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candi
         seen, least_s = "candidate" in vars(baseline), steps.get(baseline.name, math.inf)
         cheaper = baseline.objective <= cost
         wins = least_s <= may_win_s or (least_s <= (1 + UNSURE_SHARE) * may_win_s and (outdone or baseline.may_defer))
-        looked_at = (cheaper or wins) and now() < latest
-        if (seen or looked_at or (cheaper and not known)) and search.fits(baseline):
+        looked_at = (cheaper or wins) and (now() < latest or not known)
+        if (seen or looked_at) and search.fits(baseline):
             known = True
             yield baseline.candidate
 
