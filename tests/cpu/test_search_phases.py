@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from autopar.planner.search.phases import (
 from autopar.planner.search.search import JOINT
 from autopar.planner.search.state import Search, SearchState
 from autopar.planner.search.two_stage import Open, axes_as_one, sharded_as
-from autopar.solver.clock import only_counted
+from autopar.solver.clock import now, only_counted
 from autopar.tracer import ColoTracer
 from tests.baseline_laws import captured
 from tests.cpu.model_checks import cluster_where_sharding_pays
@@ -250,3 +251,44 @@ def test_more_axes_do_not_make_a_plan_of_known_shardings_worse(share: float) -> 
         for mesh in ((8,), (2, 2, 2))
     ]
     assert costs[1] <= 1.02 * costs[0]
+
+
+@dataclass
+class KnownWay:
+    """A known way to train as the last comparison sees it: its cost, and its step, which takes work to find out."""
+
+    name: str
+    objective: float
+    least_s: float
+    is_exact: bool = True
+    may_defer: bool = False
+
+    @property
+    def estimated_s(self) -> float:
+        return self.least_s
+
+    @property
+    def candidate(self) -> str:
+        return self.name
+
+
+@pytest.mark.parametrize(
+    ("late", "looked_at"),
+    [(False, ["cheap and quick", "quick"]), (True, ["cheap and quick"])],
+)
+def test_the_cheapest_known_way_that_may_be_quicker_is_compared_however_late(late: bool, looked_at: list[str]) -> None:
+    """The search's own plan costs .74 s and takes .79 s."""
+    ways = [
+        KnownWay("cheap and slow", 0.75, 0.85),
+        KnownWay("cheap and quick", 0.76, 0.72),
+        KnownWay("quick", 0.77, 0.72),
+        KnownWay("dear", 0.9, 0.9),
+    ]
+    search = SimpleNamespace(
+        options=SimpleNamespace(compare=False, gap=1e-4),
+        objective=SimpleNamespace(decisions=SimpleNamespace(mesh=Mesh((2, 2, 4)))),
+        baselines=ways,
+        ends=now() + (-LONG if late else LONG),
+        fits=lambda _: True,
+    )
+    assert list(searching._fitting(search, 0.79, 0.74)) == looked_at
