@@ -132,7 +132,7 @@ class RedistributedOperands:
         d = self.decisions
         found: dict[tuple[int, int, int], _Operand] = {}
         known: dict[tuple[object, ...], tuple[ShardingSpec, ...]] = {}
-        sizes: dict[tuple[object, ...], tuple[float, ...]] = {}
+        sizes: dict[tuple[object, ...], tuple[float, ...]] = {}  # not by specs: to hash them all takes long
         for use in d.uses:
             target = d.variables[use.target]
             live_range = self._live_range(use, target)
@@ -148,10 +148,11 @@ class RedistributedOperands:
             if read not in known:
                 known[read] = tuple(dict.fromkeys(s for s in self._specs_read(use) if s is not None))
             specs = known[read]
-            if (specs, use.meta) not in sizes:
-                sizes[specs, use.meta] = tuple(float(local_bytes(use.meta, s, d.mesh)) for s in specs)
-            if max(sizes[specs, use.meta], default=0.0) > 0:
-                found[use.source, use.out, use.target] = _Operand(use, specs, sizes[specs, use.meta], *live_range)
+            held = sizes.get((read, use.meta))
+            if held is None:
+                held = sizes[read, use.meta] = tuple(float(local_bytes(use.meta, s, d.mesh)) for s in specs)
+            if max(held, default=0.0) > 0:
+                found[use.source, use.out, use.target] = _Operand(use, specs, held, *live_range)
         return tuple(found.values())
 
     def _live_range(self, use: Use, target: Variable) -> tuple[ProgramPoint, ProgramPoint] | None:

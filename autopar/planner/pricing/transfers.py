@@ -83,9 +83,11 @@ def host_usages(
         if v.kind == "hold" and any(isinstance(a, Stored) and a.on_host for a in v.actions)
     ]
     found = []
+    known: dict[tuple[object, ...], Array] = {}  # equal layers share their options
     for i, v in offloading:
         assert v.value is not None
-        seconds = store_seconds(d, v, rates, copied)
+        kind = id(v.options), v.actions, d.graph.meta(v.value)
+        seconds = known[kind] = known[kind] if kind in known else store_seconds(d, v, rates, copied)
         for part in range(parts):
             if made[v.value.node] >= part / FORWARD_PARTS:
                 room_s = max(hideable_s * (1 - part / FORWARD_PARTS) * HIDING_SHARE, 1e-12)

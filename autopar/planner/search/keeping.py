@@ -116,13 +116,17 @@ class Keeping:
 
     def crossing(self, position: int) -> frozenset[Value]:
         """What the forward has made before ``position`` and still reads from there on."""
-        graph, found = self.decisions.graph, set()
-        for value, readers in graph.consumers.items():
-            if self.position[value.node] < position and any(
-                n.phase == "forward" and self.position[n.name] >= position for n, _ in readers
-            ):
-                found.add(self.root[value])
-        return frozenset(found & set(self.storages))
+        return frozenset(root for made, last, root in self._spans if made < position <= last)
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[int, int, Value], ...]:
+        """Of each value that the forward reads: where it is made and read last, and the storage that it occupies."""
+        storages, found = set(self.storages), []
+        for value, readers in self.decisions.graph.consumers.items():
+            last = max((self.position[n.name] for n, _ in readers if n.phase == "forward"), default=-1)
+            if last >= 0 and self.root[value] in storages:
+                found.append((self.position[value.node], last, self.root[value]))
+        return tuple(found)
 
     def cuts(self, pieces: int) -> frozenset[Value]:
         """What crosses the cuts of the forward into so many pieces of about equal bytes, each cut where it is narrow

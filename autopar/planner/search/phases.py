@@ -21,7 +21,6 @@ from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.search import settings
 from autopar.planner.search.candidates import Candidate
 from autopar.planner.search.fitting import scheduled
-from autopar.planner.search.keeping import layer_boundaries
 from autopar.planner.search.rounds import (
     constrained,
     fold_or_give_up,
@@ -237,7 +236,7 @@ class KnownShardings:
         else as tight as it can be."""
         objective = state.joint
         assert objective is not None
-        boundaries = layer_boundaries(objective.decisions, objective.runs)
+        boundaries = search.boundaries(objective)
         margin, began = settings.MARGIN * search.budget, now()
         wide = first_constraints(state, search, objective)
         wide.equalise(margin)
@@ -303,7 +302,7 @@ class Layers:
         assert objective is not None
         if until - now() < settings.LAYERS_TIMES * state.listed_s:
             return state
-        kept = layer_boundaries(objective.decisions, objective.runs)
+        kept = search.boundaries(objective)
         lean = lean_first(search, state, together=False)
         ways = (
             recomputed(objective.decisions, still, kept) for _, still in itertools.islice(lean, settings.LAYERS_MOST)
@@ -396,7 +395,7 @@ class Joint:
             )
             if not boundaries and max(active.margins.values()) > settings.MARGIN * search.budget:
                 # More than a layer is recomputed at once, which no constraint sees.
-                boundaries = layer_boundaries(objective.decisions, objective.runs)
+                boundaries = search.boundaries(objective)
                 if _recomputes(found, boundaries):
                     active = _same_points(active)
                     search.report("layers recomputed one by one")

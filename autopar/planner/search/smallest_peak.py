@@ -53,7 +53,7 @@ def search_smallest_peak(
     best = _first(search, objective, begin)
     if best is not None:
         yield best
-    constraints, idle = ActiveSet(objective.decisions, search.options), 0
+    constraints, idle = search.constraints(objective.decisions), 0
     while now() < until:
         if best is not None:
             _tighten(constraints, best, best)

@@ -23,6 +23,7 @@ from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search import settings
 from autopar.planner.search.candidates import BaselineCandidate, Candidate
 from autopar.planner.search.fitting import scheduled
+from autopar.planner.search.keeping import layer_boundaries
 from autopar.planner.search.offload_order import offloading_first
 from autopar.plans.records import SearchRecord
 from autopar.program import Program
@@ -96,6 +97,15 @@ class Search:
     def smallest_peak_s(self) -> float:
         """Work that is kept back for the smallest peak."""
         return max(settings.SMALLEST_PEAK_SHARE * (self.ends - self.began), settings.SMALLEST_PEAK_LEAST_S)
+
+    def constraints(self, decisions: Decisions) -> ActiveSet:
+        """Memory constraints at the first points only."""
+        return self._memo.of("constraints", (decisions,), lambda: ActiveSet(decisions, self.options)).emptied()
+
+    def boundaries(self, objective: Objective) -> frozenset[int]:
+        """The hold variables of what crosses from layer to layer."""
+        d = objective.decisions
+        return self._memo.of("boundaries", (d,), lambda: layer_boundaries(d, objective.runs))
 
     def measure(self, objective: Objective, choice: Sequence[int], method: str, limit: float = 0.0) -> Result:
         """The program of ``choice``, whose transfers give way to ``limit`` bytes where they must."""
@@ -240,7 +250,7 @@ def _rank(result: Result) -> tuple[float, int]:
 
 def first_constraints(state: SearchState, search: Search, objective: Objective) -> ActiveSet:
     """Memory constraints at the points where the free optimum is over the budget, and where other choices were."""
-    active = ActiveSet(objective.decisions, search.options)
+    active = search.constraints(objective.decisions)
     if state.free is not None:
         active.add_peaks_of(state.free.program, state.free.memory.timeline, search.budget, objective.depth)
     if objective is state.joint:

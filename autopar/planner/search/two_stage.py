@@ -26,12 +26,12 @@ from autopar.planner.options import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import host_usages
-from autopar.planner.problem.variables import Decisions, rerun_key
+from autopar.planner.problem.variables import Decisions, Variable, rerun_key
 from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.keeping import Keeping
 from autopar.program import Program
-from autopar.sharding import ShardingSpec
+from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
 from autopar.solver.clock import now
 
@@ -68,16 +68,24 @@ def sharded_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Open:
     what is run again is run as before. How values and sums of gradients are held and handed on is open."""
     chosen = {v.key: v.options[o] for v, o in zip(free.variables, choice, strict=True)}
     still: list[tuple[int, ...] | None] = []
+    known: dict[tuple[int, int], tuple[int, ...]] = {}  # most variables share their options with others
+
+    def same(v: Variable, chosen_option: Strategy) -> tuple[int, ...]:
+        key = id(v.options), id(chosen_option)
+        if key not in known:
+            known[key] = tuple(i for i, o in enumerate(v.options) if o == chosen_option)
+        return known[key]
+
     for v in d.variables:
         if v.key in d.summing:
             still.append(None)
             continue
         if v.kind == "rerun" and v.node is not None:
-            still.append((0, v.options.index(chosen[v.node.name], 1)))
+            still.append((0, next(i for i in same(v, chosen[v.node.name]) if i > 0)))
         elif v.kind in ("copy", "hold") or v.key not in chosen:
             still.append(None)
         else:
-            still.append(tuple(i for i, o in enumerate(v.options) if o == chosen[v.key]))
+            still.append(same(v, chosen[v.key]))
     return tuple(still)
 
 
