@@ -224,7 +224,7 @@ class SearchState:
 
     def nearly_fits(self, search: Search) -> bool:
         """Whether the optimum without a budget holds hardly more than the budget."""
-        return self.free is not None and self.free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget
+        return self.free is not None and self.free.memory.peak_bytes <= settings.FREE_FIRST * search.budget
 
     def wanted_gap(self, search: Search) -> float:
         """The relative gap at which it pays to end."""

@@ -194,6 +194,8 @@ def _solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: flo
         return relative_gap(best, incumbent.bound()) <= incumbent.gap_at(best)
 
     model = build(near, max(bound - near.offset, 0.0) or near.offset)
+    if highs.root_seconds(len(model.values)) > seconds:
+        return
     result = highs.solve_highs(model, IlpLimits(seconds, incumbent.gap / 4, is_enough), None)
     if result.choice is not None:
         search_from(near, result.choice, incumbent, "linear program")
