@@ -273,10 +273,10 @@ class KnownWay:
 
 
 @pytest.mark.parametrize(
-    ("late", "looked_at"),
-    [(False, ["cheap and quick", "quick"]), (True, ["cheap and quick"])],
+    ("late_s", "looked_at"),
+    [(-LONG, ["cheap and quick", "quick"]), (searching.LATE_S, ["cheap and quick"]), (LONG, [])],
 )
-def test_the_cheapest_known_way_that_may_be_quicker_is_compared_however_late(late: bool, looked_at: list[str]) -> None:
+def test_known_ways_are_compared_for_some_time_until_one_may_be_quicker(late_s: float, looked_at: list[str]) -> None:
     """The search's own plan costs .74 s and takes .79 s."""
     ways = [
         KnownWay("cheap and slow", 0.75, 0.85),
@@ -288,7 +288,7 @@ def test_the_cheapest_known_way_that_may_be_quicker_is_compared_however_late(lat
         options=SimpleNamespace(compare=False, gap=1e-4),
         objective=SimpleNamespace(decisions=SimpleNamespace(mesh=Mesh((2, 2, 4)))),
         baselines=ways,
-        ends=now() + (-LONG if late else LONG),
+        ends=now() - late_s,
         fits=lambda _: True,
     )
     assert list(searching._fitting(search, 0.79, 0.74)) == looked_at

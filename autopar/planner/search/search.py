@@ -230,11 +230,13 @@ several, it is; the latter where programs of three depths agree. Of 125 programs
 
 
 FAR, FAR_MOST = 1.05, 4
-"""Times the cost of another plan that the best step takes, from which so many plans are looked at however late it is.
-The cheapest two of a diffusion model (DDPM 256) within .8 of its peak waited for transfers a third of their steps."""
+"""Times the cost of another plan that the best step takes, from which so many plans are looked at after the search's
+end. The cheapest two of a diffusion model (DDPM 256) within .8 of its peak waited for transfers a third of their
+steps."""
 
-LATE_S = 1.0
-"""So long after the search's end known ways to train are still looked at, the cheapest first: one may be better."""
+LATE_S, LATEST_S = 1.0, 5.0
+"""So long after the search's end known ways to train are still looked at, the cheapest first: one may be better; and so
+long the first of them that may be quicker, and plans that may be much quicker."""
 
 
 def _compared(objective: Objective, options: Options) -> list[BaselineCandidate]:
@@ -299,7 +301,8 @@ def shortest(search: Search, state: SearchState) -> Candidate:
     for i, plan in enumerate(state.plans):
         if best is not None:
             far = i < FAR_MOST and best.timeline.seconds > FAR * plan.cost
-            if plan.cost >= best.timeline.seconds or (i > 1 and now() > search.ends and not far):
+            latest = search.ends + (LATEST_S if far else 0.0)
+            if plan.cost >= best.timeline.seconds or (i > 1 and now() > latest):
                 break
         own = search.arranged(plan)
         best = own if best is None else min(best, own, key=Candidate.rank)
@@ -309,8 +312,8 @@ def shortest(search: Search, state: SearchState) -> Candidate:
 
 def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candidate]:
     """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that cost
-    no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate, and whatever
-    time it is the first of these."""
+    no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate. Some time
+    longer they are looked at until one may be quicker, and whatever time it is the first that costs no more."""
     if search.options.compare:
         yield from (baseline.candidate for baseline in search.baselines if search.fits(baseline))
         return
@@ -321,7 +324,8 @@ def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candi
     steps: dict[str, float] = {}
     latest = search.ends + LATE_S
     for baseline in search.baselines:
-        if baseline.objective > most_s or (now() > latest and (steps or baseline.objective > max(cost, step_s))):
+        late = now() > (search.ends + LATEST_S if baseline.objective <= step_s and not steps else latest)
+        if baseline.objective > most_s or late:
             continue
         if _may_be_shorter(baseline, step_s, nearly=outdone, several=several):
             steps[baseline.name] = baseline.least_s
