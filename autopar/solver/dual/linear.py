@@ -38,8 +38,9 @@ NEAR_FLOWS = (15_000, 60_000, 240_000)
 the larger ones where nothing was found among fewer. Of Pythia 6.9B on 128 devices as many as 15,000 were no more than
 the linear program used, which allowed nothing."""
 
-NEAR_SHARE = 0.3
-"""Of the time left, for each of these integer programs."""
+NEAR_SHARE, OVERRUN = 0.3, 2.0
+"""Of the time left, for each of these integer programs; and times that, which its root may be expected to take: it
+takes from a third to all of what is expected, and cannot be cut short."""
 
 WORK = 1e8
 ROUNDING = 1e-15
@@ -194,7 +195,7 @@ def _solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: flo
         return relative_gap(best, incumbent.bound()) <= incumbent.gap_at(best)
 
     model = build(near, max(bound - near.offset, 0.0) or near.offset)
-    if highs.root_seconds(len(model.values)) > seconds:
+    if highs.root_seconds(len(model.values)) > OVERRUN * seconds:
         return
     result = highs.solve_highs(model, IlpLimits(seconds, incumbent.gap / 4, is_enough), None)
     if result.choice is not None:
