@@ -93,3 +93,18 @@ def test_a_copy_of_a_graph_shrinks_alone() -> None:
     other.keep(0, np.array([True, False]))
     other.remove(1)
     assert one.size() == (2, 4, 0) and other.size() == (1, 1, 0)
+
+
+@pytest.mark.parametrize("in_time", [False, True])
+def test_an_integer_program_is_begun_only_where_its_root_is_expected_to_end(
+    in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The linear program at the root cannot be cut short by counted work: one of 2 s took 8."""
+    begun = []
+    solve_highs = highs.solve_highs
+    monkeypatch.setattr(highs, "solve_highs", lambda *given: (begun.append(given), solve_highs(*given))[1])
+    monkeypatch.setattr(highs, "root_seconds", lambda entries: 0.0 if in_time else 30.0 * linear.OVERRUN)
+    problem = knapsack()
+    graph, incumbent = Graph(problem), Incumbent(problem, 30.0, 1e-9, None)
+    linear.relax(graph, incumbent, 30.0)
+    assert bool(begun) == in_time
