@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,9 +101,13 @@ def test_an_integer_program_is_begun_only_where_its_root_is_expected_to_end(
     in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The linear program at the root cannot be cut short by counted work: one of 2 s took 8."""
-    begun = []
-    solve_highs = highs.solve_highs
-    monkeypatch.setattr(highs, "solve_highs", lambda *given: (begun.append(given), solve_highs(*given))[1])
+    begun, solve_highs = [], highs.solve_highs
+
+    def begin(*given: Any) -> ilp.IlpResult:
+        begun.append(given)
+        return solve_highs(*given)
+
+    monkeypatch.setattr(highs, "solve_highs", begin)
     monkeypatch.setattr(highs, "root_seconds", lambda entries: 0.0 if in_time else 30.0 * linear.OVERRUN)
     problem = knapsack()
     graph, incumbent = Graph(problem), Incumbent(problem, 30.0, 1e-9, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from autopar.holding import Rates, Stored
 from autopar.mesh import Link
 from autopar.planner.footprint.op_work import local_bytes
+from autopar.planner.memo import Memo
 from autopar.planner.problem.variables import Decisions, Variable
 from autopar.program import Op, Program, turn_of
 from autopar.solver import Usage
@@ -83,11 +85,11 @@ def host_usages(
         if v.kind == "hold" and any(isinstance(a, Stored) and a.on_host for a in v.actions)
     ]
     found = []
-    known: dict[tuple[object, ...], Array] = {}  # equal layers share their options
+    memo = Memo()  # equal layers share their options
     for i, v in offloading:
         assert v.value is not None
-        kind = id(v.options), v.actions, d.graph.meta(v.value)
-        seconds = known[kind] = known[kind] if kind in known else store_seconds(d, v, rates, copied)
+        store = partial(store_seconds, d, v, rates, copied)
+        seconds = memo.of("store", (v.options,), store, v.actions, d.graph.meta(v.value))
         for part in range(parts):
             if made[v.value.node] >= part / FORWARD_PARTS:
                 room_s = max(hideable_s * (1 - part / FORWARD_PARTS) * HIDING_SHARE, 1e-12)

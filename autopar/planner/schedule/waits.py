@@ -62,11 +62,16 @@ def wait_sooner(program: Program, timeline: Sequence[int], budget: float) -> Pro
             continue
         name = op.writes[0].name
         until = min([program.first_read.get(t.name, len(program.ops)) for t in op.writes])
-        first = bisect_right(over, at)
-        if first < len(over) and over[first] < until and all(program.last_read[source] == at for source in op.reads):
+        there = between(over, at, until)
+        if there and all(program.last_read[source] == at for source in op.reads):
             gone |= {waited[name]} if name in waited else set()
-            waits.setdefault(over[first], []).append(wait_for(op))
+            waits.setdefault(over[there[0]], []).append(wait_for(op))
     return _with(program, waits, gone) if waits else None
+
+
+def between(positions: Sequence[int], after: int, before: int) -> range:
+    """Return the indices of those ascending ``positions`` that are after one and before another."""
+    return range(bisect_right(positions, after), bisect_left(positions, before))
 
 
 def _with(program: Program, waits: Mapping[int, Sequence[Op]], gone: Collection[int] = ()) -> Program:

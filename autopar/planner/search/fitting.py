@@ -11,7 +11,6 @@ exposed, which the simulated step shows, but never excludes a plan that fits.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.variables import Decisions
 from autopar.planner.schedule.copied_parts import with_parts_copied
 from autopar.planner.schedule.schedule import schedule
-from autopar.planner.schedule.waits import wait_sooner
+from autopar.planner.schedule.waits import between, wait_sooner
 from autopar.program import Op, Program
 
 ROUNDS = 6
@@ -86,12 +85,11 @@ def _place(at: int, op: Op, over: Sequence[int], read: Mapping[str, int], begun:
     """The position before which ``op`` should stand; None where it may stay."""
     if op.kind == "fetch":
         # What is over the budget in the reader itself is no fetch's fault: it is needed there.
-        until = read[op.writes[0].name]
-        last = bisect_left(over, until) - 1
-        return over[last] + 1 if last >= 0 and over[last] > at else None
+        there = between(over, at, read[op.writes[0].name])
+        return over[there[-1]] + 1 if there else None
     if op.kind == "wait" and len(op.reads) > 1:
-        first = bisect_right(over, begun[op.reads[1]])
-        return over[first] if first < len(over) and over[first] < at else None
+        there = between(over, begun[op.reads[1]], at)
+        return over[there[0]] if there else None
     return None
 
 

@@ -157,7 +157,7 @@ class Rules:
 def lean_first(
     search: Search, state: SearchState, *, only_free: bool = False, together: bool = True
 ) -> Iterator[tuple[float, Open]]:
-    """The known shardings, each with its cost without a budget: of the free optimum where that holds hardly more
+    """The known shardings, each with its cost without a budget: of the free optimum where that holds little more
     than the budget, then the cheapest of those that hold little, then by what they hold. What holds much has much
     to recompute and offload, which takes long to plan and costs more.
 
@@ -172,7 +172,7 @@ def lean_first(
         return plain.seconds(choice), sharded_as(plain.decisions, choice, joint)
 
     free = state.free.memory.peak_bytes, state.free.cost, state.free.solution.choice
-    if only_free or state.nearly_fits(search):
+    if only_free or state.free_comes_first(search):
         yield sharded(free[2])
     if only_free:
         return

@@ -229,10 +229,9 @@ several, it is; the latter where programs of three depths agree. Of 125 programs
 .45 % and 2.4 % too much was told; where three depths agree, .003 % and, of steps near the shortest, .04 %."""
 
 
-FAR, FAR_MOST = 1.05, 4
-"""Times the cost of another plan that the best step takes, from which so many plans are looked at after the search's
-end. The cheapest two of a diffusion model (DDPM 256) within .8 of its peak waited for transfers a third of their
-steps."""
+FAR = 1.05
+"""Times the cost of another plan that the best step takes, from which that plan is looked at after the search's end.
+The cheapest two of a diffusion model (DDPM 256) within .8 of its peak waited for transfers a third of their steps."""
 
 LATE_S, LATEST_S = 1.0, 5.0
 """So long after the search's end known ways to train are still looked at, the cheapest first: one may be better; and so
@@ -300,8 +299,7 @@ def shortest(search: Search, state: SearchState) -> Candidate:
     best: Candidate | None = None
     for i, plan in enumerate(state.plans):
         if best is not None:
-            far = i < FAR_MOST and best.timeline.seconds > FAR * plan.cost
-            latest = search.ends + (LATEST_S if far else 0.0)
+            latest = search.ends + (LATEST_S if best.timeline.seconds > FAR * plan.cost else 0.0)
             if plan.cost >= best.timeline.seconds or (i > 1 and now() > latest):
                 break
         own = search.arranged(plan)

@@ -222,8 +222,8 @@ class SearchState:
             state = replace(state, plans=tuple(sorted((*self.plans, found), key=_rank)))
         return state
 
-    def nearly_fits(self, search: Search) -> bool:
-        """Whether the optimum without a budget holds hardly more than the budget."""
+    def free_comes_first(self, search: Search) -> bool:
+        """Whether the optimum without a budget holds so little beyond it that its shardings are tried first."""
         return self.free is not None and self.free.memory.peak_bytes <= settings.FREE_FIRST * search.budget
 
     def wanted_gap(self, search: Search) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, SolverError
 from autopar.holding import ABSENT, KEEP, RECOMPUTE
 from autopar.planner.footprint.op_work import local_bytes
+from autopar.planner.memo import Memo
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.memory.exact_constraints import ExactMemory, points_over
 from autopar.planner.memory.points import ProgramPoint, end
@@ -68,13 +69,10 @@ def sharded_as(free: Decisions, choice: Sequence[int], d: Decisions) -> Open:
     what is run again is run as before. How values and sums of gradients are held and handed on is open."""
     chosen = {v.key: v.options[o] for v, o in zip(free.variables, choice, strict=True)}
     still: list[tuple[int, ...] | None] = []
-    known: dict[tuple[int, int], tuple[int, ...]] = {}  # most variables share their options with others
+    memo = Memo()  # most variables share their options with others
 
-    def same(v: Variable, chosen_option: Strategy) -> tuple[int, ...]:
-        key = id(v.options), id(chosen_option)
-        if key not in known:
-            known[key] = tuple(i for i, o in enumerate(v.options) if o == chosen_option)
-        return known[key]
+    def same(v: Variable, option: Strategy) -> tuple[int, ...]:
+        return memo.of("same", (v.options, option), lambda: tuple(i for i, o in enumerate(v.options) if o == option))
 
     for v in d.variables:
         if v.key in d.summing:

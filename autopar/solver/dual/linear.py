@@ -39,8 +39,8 @@ the larger ones where nothing was found among fewer. Of Pythia 6.9B on 128 devic
 the linear program used, which allowed nothing."""
 
 NEAR_SHARE, OVERRUN = 0.3, 2.0
-"""Of the time left, for each of these integer programs; and times that, which its root may be expected to take: it
-takes from a third to all of what is expected, and cannot be cut short."""
+"""Of the time left, for each of these integer programs; and times that, which its root may be expected to take: that
+cannot be cut short. Eight programs took .2 to 1.9 times what was expected of their roots."""
 
 WORK = 1e8
 ROUNDING = 1e-15
