@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from heapq import nsmallest
 from itertools import accumulate, combinations
 from math import comb
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.errors import PlanError
 from autopar.pipelines.settings import FEW_CUTS
@@ -84,7 +87,9 @@ def best_cuts(
     if len(set(problem.rank_of)) == parts:
         found = _by_dynamic_program(problem, positions, k)
     elif comb(len(positions), parts - 1) <= FEW_CUTS:
-        found = nsmallest(k, combinations(positions, parts - 1), key=lambda cut: (problem.key(cut), cut))
+        every = list(combinations(positions, parts - 1))
+        keys = problem.keys(np.array(every, dtype=np.int64).reshape(len(every), parts - 1))
+        found = [cut for _, cut in nsmallest(k, zip(keys, every, strict=True))]
     else:
         found = _by_moves(problem, positions, k)
     return [_ranges(cut, blocks) for cut in found]
@@ -93,8 +98,12 @@ def best_cuts(
 Positions = tuple[int, ...]
 """Before which blocks a chain is cut."""
 
-Key = tuple[float, float]
-"""The seconds of the slowest rank, and the sum of squares of the seconds of all."""
+Key = tuple[float, ...]
+"""The seconds of the slowest rank, the sum of squares of the seconds of all ranks, and that of all parts, as shares of
+the whole: where ranks are equal, their parts are as even as they can be."""
+
+ROUNDING_DIGITS = 12
+"""Of keys: sums in another order are equal."""
 
 
 def _ranges(cut: Positions, blocks: int) -> Cut:
@@ -110,11 +119,13 @@ class _Chain(NamedTuple):
     def seconds(self, start: int, end: int) -> float:
         return self.sums[end] - self.sums[start]
 
-    def key(self, cut: Positions) -> Key:
-        loads = [0.0] * (max(self.rank_of) + 1)
-        for part, (start, end) in enumerate(_ranges(cut, len(self.sums) - 1)):
-            loads[self.rank_of[part]] += self.seconds(start, end)
-        return max(loads), sum(load * load for load in loads)
+    def keys(self, cuts: npt.NDArray[np.int64]) -> list[Key]:
+        """The keys of cuts, one a row."""
+        ends = np.full((len(cuts), 1), len(self.sums) - 1)
+        seconds = np.diff(np.array(self.sums)[np.hstack([0 * ends, cuts, ends])], axis=1) / (self.sums[-1] or 1.0)
+        loads = seconds @ np.eye(max(self.rank_of) + 1)[list(self.rank_of)]
+        numbers = loads.max(axis=1), (loads * loads).sum(axis=1), (seconds * seconds).sum(axis=1)
+        return list(zip(*(n.round(ROUNDING_DIGITS).tolist() for n in numbers), strict=True))
 
 
 def _by_dynamic_program(problem: _Chain, positions: Sequence[int], k: int) -> list[Positions]:
@@ -152,26 +163,34 @@ def _unbeaten(labels: list[tuple[float, float, Positions]], k: int) -> list[tupl
 def _by_moves(problem: _Chain, positions: Sequence[int], k: int) -> list[Positions]:
     """From the most even parts, while it helps, move some neighbouring cuts by one position, which takes blocks from
     one part to another; the best of all that were looked at."""
-    parts = len(problem.rank_of)
-    even = _by_dynamic_program(problem._replace(rank_of=tuple(range(parts))), positions, k)
-    seen = {cut: problem.key(cut) for cut in even}
-    current = min(seen, key=lambda cut: (seen[cut], cut))
+    current = _even(problem, positions)
+    seen = {current: problem.keys(np.array([current]))[0]}
     while True:
-        near = [cut for cut in _neighbours(current, positions) if cut not in seen]
-        seen.update((cut, problem.key(cut)) for cut in near)
-        best = min([current, *near], key=lambda cut: (seen[cut], cut))
+        near = _neighbours(current, positions)
+        seen.update(zip(map(tuple, near.tolist()), problem.keys(near), strict=True))
+        best = min(seen, key=lambda cut: (seen[cut], cut))
         if best == current:
             return nsmallest(k, seen, key=lambda cut: (seen[cut], cut))
         current = best
 
 
-def _neighbours(cut: Positions, positions: Sequence[int]) -> Iterator[Positions]:
-    places = {position: place for place, position in enumerate(positions)}
-    for first in range(len(cut)):
-        for behind in range(first + 1, len(cut) + 1):
-            for step in (-1, 1):
-                moved = [places[position] + step for position in cut[first:behind]]
-                if moved[0] >= 0 and moved[-1] < len(positions):
-                    result = (*cut[:first], *(positions[place] for place in moved), *cut[behind:])
-                    if result == tuple(sorted(set(result))):
-                        yield result
+def _even(problem: _Chain, positions: Sequence[int]) -> Positions:
+    """Return the cut whose parts' ends are nearest to even ones."""
+    cuts, at = len(problem.rank_of) - 1, np.array(problem.sums)[positions]
+    wanted = problem.sums[-1] * np.arange(1, cuts + 1) / (cuts + 1)
+    nearest = np.abs(at - wanted[:, None]).argmin(axis=1)
+    # Each needs a place of its own, with as many places behind it as there are cuts to come.
+    places = np.maximum.accumulate(nearest - np.arange(cuts)) + np.arange(cuts)
+    places = np.minimum(places, len(positions) - cuts + np.arange(cuts))
+    return tuple(positions[place] for place in places)
+
+
+def _neighbours(cut: Positions, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Cuts, one a row, of which some that follow each other are moved to the next position before or behind."""
+    places = np.searchsorted(positions, cut)
+    first, behind = np.triu_indices(len(cut) + 1, 1)
+    column = np.arange(len(cut))
+    moved = (first[:, None] <= column) & (column < behind[:, None])
+    near = np.concatenate([places + moved, places - moved])
+    inside = (near[:, 0] >= 0) & (near[:, -1] < len(positions)) & (np.diff(near, axis=1) > 0).all(axis=1)
+    return np.take(np.array(positions), near[inside])

@@ -515,6 +515,12 @@ def test_where_there_are_too_many_cuts_to_try_all_blocks_are_still_spread_evenly
     assert min(keys.values()) == 17  # of 65 in all
 
 
+@pytest.mark.parametrize("place", [looped, folded])
+def test_equal_blocks_are_spread_evenly_over_the_parts_of_a_rank(place: Callable):
+    cut = balanced([1.0] * 64, 32, rank_of=place(8, 4))
+    assert {end - start for start, end in cut} == {2}
+
+
 def max_load(costs, cut, rank_of) -> float:
     return max(sum(sum(costs[a:b]) for (a, b), at in zip(cut, rank_of, strict=True) if at == r) for r in set(rank_of))
 

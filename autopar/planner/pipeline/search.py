@@ -38,7 +38,7 @@ from autopar.planner.graphs.shared import shared
 from autopar.planner.memory.exact import profile
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
-from autopar.planner.pipeline.carry import SAME_CHOICES, Priced, carried
+from autopar.planner.pipeline.carry import Known, carried
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.parts import parts_of
 from autopar.planner.pipeline.peaks import StageBytes, inputs_of, output_bytes, rank_peaks, static_bytes
@@ -49,6 +49,7 @@ from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.candidates import budget_bytes
 from autopar.planner.search.forms import LEAST_S, for_kernels, plan_forms
 from autopar.planner.search.infeasible import bytes_text
+from autopar.planner.search.phases import Free, Given, Phase
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.planner.search.settings import ROUND_SHARE
 from autopar.planner.search.state import Progress
@@ -63,12 +64,15 @@ CONSIDERED = 8
 CHUNKS_TRIED = (1, 2, 4)
 """Stages a rank that schedules are tried with."""
 
-FREE_SHARE, WHOLE_SHARE = 0.25, 0.4
+FREE_SHARE, WHOLE_SHARE, STAGES_SHARE = 0.25, 0.4, 0.35
 """Shares of the time limit for plans of the whole model: without a budget, for several numbers of micro-batches, and
-within the budget for one of them."""
+within the budget for one of them; and at least for plans of the stages."""
 
 UNLIMITED = 2**60
 """Bytes that no device has."""
+
+STAGE_SHARE = 0.25
+"""Share of the time left for the plan of one stage; equal ones share it."""
 
 ROUNDS = 3
 """Times that stages are planned: what a rank holds beside its stages, such as messages, is known after the first."""
@@ -239,6 +243,8 @@ class _PipelineSearch:
     asked: Pipeline
     report: Progress
     wholes: dict[tuple[int, float | None], _Whole] = field(default_factory=dict)
+    known: list[Known] = field(default_factory=list)
+    ends: float = math.inf
 
     def __post_init__(self) -> None:
         self.options = replace(self.options, device=self.cluster.device.kernels)
@@ -259,14 +265,32 @@ class _PipelineSearch:
     def budget(self) -> float:
         return budget_bytes(self.cluster, self.options)
 
-    def _prices(self) -> Prices:
+    @cached_property
+    def prices(self) -> Prices:
         return Prices(self.stage_mesh, self.stage_cluster, self.options.backend, self.options.decomposed)
 
-    @cached_property
+    @property
     def overlap(self) -> float:
-        return self._prices().overlap
+        return self.prices.overlap
 
     def run(self) -> PlannedPipeline:
+        self.ends = now() + self.options.time_limit_s
+        drawn = self._drawn_without_budget()
+        shortest = min(drawn, key=lambda d: d.seconds)
+        best: PlannedPipeline | None = None
+        if fitting := self._fitting(drawn):
+            with contextlib.suppress(InfeasibleError):
+                best = self._planned(fitting, None)
+        if best is None or self._may_be_shorter(best.seconds, shortest.seconds):
+            more = self._drawn(self._whole(shortest.schedule.micro_batches, self.budget * self.ranks))
+            drawn += more
+            leanest = sorted(drawn, key=lambda d: max(d.peaks)) if best is None else []
+            best = self._planned(self._fitting(more) or leanest, best)
+        others = {str(d): d.seconds for d in sorted(drawn, key=lambda d: -d.seconds)}
+        return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])[:CONSIDERED]))
+
+    def _drawn_without_budget(self) -> list[_Drawn]:
+        """Return the pipelines of some numbers of micro-batches, until more of them take longer."""
         began = now()
         drawn: list[_Drawn] = []
         refused: list[AutoparError] = []
@@ -288,28 +312,36 @@ class _PipelineSearch:
             shortest_s = min(shortest_s, least_s)
         if not drawn:
             raise refused[0]
-        shortest = min(drawn, key=lambda d: d.seconds)
-        if NEARLY * shortest.seconds < min((d.seconds for d in drawn if self._fits(d)), default=math.inf):
-            drawn += self._drawn(self._whole(shortest.schedule.micro_batches, self.budget * self.ranks))
-        return self._planned(drawn)
+        return drawn
 
-    def _fits(self, d: _Drawn) -> bool:
-        return max(d.peaks) <= NEARLY * self.budget
+    def _may_be_shorter(self, seconds: float, least_s: float) -> bool:
+        """Whether a pipeline that takes ``seconds`` is worth the time that is left, where one takes ``least_s``."""
+        left_s = self.ends - now()
+        return NEARLY * least_s < seconds and 0 < left_s < (seconds - least_s) * self.options.training_steps
+
+    def _fitting(self, drawn: Sequence[_Drawn]) -> list[_Drawn]:
+        """Return those that may fit, the shortest first."""
+        return sorted((d for d in drawn if max(d.peaks) <= NEARLY * self.budget), key=lambda d: d.seconds)
 
     def _micro_batch_counts(self) -> Iterator[int]:
-        """Yield the numbers of micro-batches to try; with fewer samples each a step takes longer sooner or later."""
+        """Yield the numbers of micro-batches to try; with fewer samples each a step takes longer sooner or later.
+
+        First those that leave each a multiple of the longest axis that the batch has, so that it can be sharded there.
+        """
         if self.asked.micro_batches != AUTO:
             yield int(self.asked.micro_batches)
             return
         batch = batch_size(self.graph)
         wanted = [m for m in range(1, max(batch, 1) + 1) if batch % m == 0]
+        longest = max(n for n in (1, *self.stage_mesh.shape) if batch % n == 0)
+        even = [m for m in wanted if batch // m % longest == 0] or wanted
         many = [m for m in wanted if m >= self.ranks] or wanted[-1:]
-        tried: list[int] = []
-        for times in (2, 4, 8, 16):
-            near = min(many, key=lambda m: (abs(math.log(m / (times * self.ranks))), m))
-            if near not in tried:
-                tried.append(near)
-        yield from tried
+        tried = (
+            min(among, key=lambda m: (abs(math.log(m / (times * self.ranks))), m))
+            for among in (even, many)
+            for times in (2, 4, 8, 16)
+        )
+        yield from dict.fromkeys(tried)
 
     def _whole(self, m: int, budget: float | None) -> _Whole:
         """Plan the whole model for one of ``m`` micro-batches; without a budget as if memory were of no concern."""
@@ -339,7 +371,7 @@ class _PipelineSearch:
         if fewer is None:
             bound = planned.trace[0].bound if planned.trace else 0.0
         else:
-            bound = least_seconds(planned.decisions, self._prices(), like)
+            bound = least_seconds(planned.decisions, self.prices, like)
         return _Whole(micro, places, planned, like, tuple(blocks), bound)
 
     def _planned_micro_batch(self, graph: Graph, whole: Graph, options: Options, budget: float | None) -> Planned:
@@ -348,12 +380,12 @@ class _PipelineSearch:
             limit_s = self.options.time_limit_s * FREE_SHARE
             options = replace(options, memory_budget_bytes=UNLIMITED, time_limit_s=limit_s)
             by_hand = options.search.startswith("baseline")
-            return plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=by_hand)
+            return plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=by_hand, prices=self.prices)
         limit_s = self.options.time_limit_s * WHOLE_SHARE
         part = _parameter_bytes(graph) / max(_parameter_bytes(whole), 1)
         options = replace(options, memory_budget_bytes=int(budget * part), time_limit_s=limit_s)
         # With as many micro-batches in flight on every rank as on the first: a pipeline may fit all the same.
-        return _plan_or_leanest(graph, self.stage_mesh, self.stage_cluster, options)
+        return self._plan_or_leanest(graph, options)
 
     def _stage_options(self, m: int, k: int) -> Options:
         return replace(
@@ -458,16 +490,17 @@ class _PipelineSearch:
             peaks[made.rank_of[stage]] += _total(whole.blocks[a:b]).static + k * costs.held[stage]
         return tuple(peaks)
 
-    def _planned(self, drawn: Sequence[_Drawn]) -> PlannedPipeline:
-        """Plan the stages of the shortest pipelines, while that may gain more than it costs, and return the shortest of
-        those that fit."""
-        fitting = list(filter(self._fits, drawn))
-        ranked = sorted(fitting, key=lambda d: d.seconds) or sorted(drawn, key=lambda d: max(d.peaks))
-        ends = now() + (1 - WHOLE_SHARE) * self.options.time_limit_s
-        best: PlannedPipeline | None = None
+    def _planned(self, drawn: Sequence[_Drawn], best: PlannedPipeline | None) -> PlannedPipeline:
+        """Plan the stages of pipelines in turn, while that may gain more than it costs, and return the shortest of
+        those that fit, and of ``best``.
+
+        Raises:
+            InfeasibleError: none fits.
+        """
         refused: list[InfeasibleError] = []
         began = now()
-        for d in ranked[:TRIED]:
+        ends = max(self.ends, began + STAGES_SHARE * self.options.time_limit_s)
+        for d in drawn[:TRIED]:
             took_s, began = now() - began, now()
             if (best is not None or refused) and began > ends:
                 break
@@ -483,8 +516,7 @@ class _PipelineSearch:
                 best = found
         if best is None:
             raise min(refused, key=lambda error: error.least_bytes)
-        others = {str(d): d.seconds for d in sorted(drawn, key=lambda d: -d.seconds)}
-        return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])[:CONSIDERED]))
+        return best
 
     def _with_stages(self, d: _Drawn, ends: float) -> PlannedPipeline:
         """Plan the stages; again with less for each, where a rank holds more than its stages by themselves.
@@ -517,7 +549,6 @@ class _PipelineSearch:
         n = m * self.options.accumulation_steps
         stages: list[Stage] = []
         held: list[StageBytes] = []
-        priced = Priced(self._prices())
         specs: dict[str, str] = {}
         stored: dict[str, str] = {}
         for s, stage in enumerate(graphs):
@@ -529,14 +560,14 @@ class _PipelineSearch:
             options = replace(
                 self._stage_options(m, flying[s]),
                 memory_budget_bytes=int(room.left_for(s)),
-                time_limit_s=max((ends - now()) / (len(graphs) - s), LEAST_S),
+                time_limit_s=max(ends - now(), LEAST_S),
                 constraints={
                     **those_that_apply(summing.graph, self.options.constraints, self.options.aliases),
                     **tied,
                     **specs,
                 },
             )
-            found = self._with_shared(self._stage(d.whole, summing, priced, options), options)
+            found = self._with_shared(self._stage(d.whole, summing, options, len(graphs) - s), options)
             if found.memory.peak_bytes > room.left_for(s):
                 room.least[s] = found.memory.peak_bytes
             one = self._stage_options(m, 1)
@@ -557,17 +588,42 @@ class _PipelineSearch:
         memory = profile(program, graph, self.stage_mesh, options)
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
-    def _stage(self, whole: _Whole, stage: Stage, priced: Priced, options: Options) -> Planned:
-        """Plan a stage as the whole is planned, where that fits; else with its shardings and, while time is left, anew,
-        whichever is shorter."""
-        ends = now() + options.time_limit_s
-        found = carried(whole.planned, whole.like, stage.graph, priced, options)
-        if found is not None and (found.solution.method == SAME_CHOICES or now() > ends):
+    def _stage(self, whole: _Whole, stage: Stage, options: Options, left: int) -> Planned:
+        """Plan a stage as the whole is planned, where that fits; else as an equal stage was or, while time is left,
+        anew from there, whichever is shorter.
+
+        Args:
+            options: their time limit is that of ``left`` stages.
+        """
+        budget, ends = options.memory_budget_bytes, now() + options.time_limit_s
+        assert budget is not None
+        free = carried(Known(whole.planned, whole.like), stage.graph, self.prices, options)
+        if free is not None and free.memory.peak_bytes <= budget:
+            return free
+        equal = (carried(known, stage.graph, self.prices, options) for known in self.known)
+        found = next((p for p in equal if p is not None and p.memory.peak_bytes <= budget), None)
+        near = found is not None and free is not None and found.timeline.seconds <= NEARLY * free.timeline.seconds
+        if found is not None and (near or now() > ends - LEAST_S):
             return found
-        other = _plan_or_leanest(stage.graph, self.stage_mesh, self.stage_cluster, options)
+        limit_s = max((ends - now()) * max(STAGE_SHARE, 1 / left), LEAST_S)
+        given = Given(Known(whole.planned, whole.like).still)
+        other = self._plan_or_leanest(stage.graph, replace(options, time_limit_s=limit_s), before={Free: given})
+        self.known = sorted((*self.known, Known(other)), key=lambda k: k.planned.timeline.seconds)
         plans = [p for p in (found, other) if p is not None]
-        budget = budget_bytes(self.stage_cluster, options)
         return min(plans, key=lambda p: (p.memory.peak_bytes > budget, p.timeline.seconds))
+
+    def _plan_or_leanest(
+        self, graph: Graph, options: Options, before: Mapping[type[Phase], Phase] | None = None
+    ) -> Planned:
+        """Return the plan within the budget or, where there is none, that of the smallest peak that was found."""
+        mesh, cluster = self.stage_mesh, self.stage_cluster
+        try:
+            return plan_forms(graph, mesh, cluster, options, before=before, prices=self.prices)
+        except InfeasibleError as error:
+            if error.leanest is None:
+                raise
+            found: Planned = error.leanest()
+            return found
 
     def _result(self, d: _Drawn, stages: tuple[Stage, ...], held: Sequence[StageBytes]) -> PlannedPipeline:
         parts, planned = [stage.parts for stage in held], tuple(stage.planned for stage in held)
@@ -597,47 +653,40 @@ class _PipelineSearch:
         )
 
     def _with_memory(self, d: _Drawn, costs: Costs, held: Sequence[StageBytes]) -> tuple[Schedule, tuple[int, ...]]:
-        """Return the schedule for these stages, and the peaks of its ranks.
+        """Return the schedule for these stages, and the peaks of its ranks: as it was drawn or, of listed ones, made
+        anew from what the stages cost and hold, whichever is shorter."""
+        caps = self._caps(d.whole, d.starts, costs, d.schedule.rank_of, self.budget)
+        least = self._caps(d.whole, d.starts, costs, d.schedule.rank_of, 0.0)
+        found = [self._with_less(d.schedule, held)]
+        while d.schedule.name == "listed":
+            made = d.schedule
+            made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, costs, caps)
+            found.append(self._with_less(made, held))
+            peaks, before = found[-1][1], list(caps)
+            for rank, over in enumerate(peak - self.budget for peak in peaks):
+                if over > 0:
+                    one = min(h for h, r in zip(costs.held, made.rank_of, strict=True) if r == rank)
+                    caps[rank] = max(caps[rank] - max(over, one), least[rank])
+            if caps == before:
+                break
+        return min(found, key=lambda f: (max(*f[1], self.budget), simulate(f[0], costs).seconds))
 
-        Where a rank would hold more than the budget, it puts off less of its weights' gradients, or has fewer
-        micro-batches in flight, as far as the schedule leaves that open; in the end it does not split its backward.
-        """
-        made, lag = d.schedule, list(range(d.schedule.ranks))
-        least = self._caps(d.whole, d.starts, costs, made.rank_of, 0.0)
-        caps = self._caps(d.whole, d.starts, costs, made.rank_of, self.budget)
-        whole = set[int]()
+    def _with_less(self, made: Schedule, held: Sequence[StageBytes]) -> tuple[Schedule, tuple[int, ...]]:
+        """Return a schedule whose ranks put off less of their weights' gradients, or in the end do not split their
+        backward, where they would hold more than the budget; and the peaks of its ranks."""
+        lag, whole = list(range(made.ranks)), set[int]()
         while True:
-            if made.name == "listed":
-                made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, costs, caps)
-            elif made.name == "zb":
+            if made.name == "zb":
                 made = zero_bubble(made.ranks, made.micro_batches, lag)
             made = made.with_whole_backwards(whole)
             peaks = rank_peaks(made, held)
-            changed = False
-            for rank in (r for r in range(made.ranks) if peaks[r] > self.budget):
-                if made.name == "zb" and lag[rank] > 0:
-                    lag[rank] -= 1
-                elif made.name == "listed" and caps[rank] > least[rank]:
-                    one = min(h for h, r in zip(costs.held, made.rank_of, strict=True) if r == rank)
-                    caps[rank] = max(caps[rank] - max(peaks[rank] - self.budget, one), least[rank])
-                elif any(action.kind == "I" for action in made.order[rank]):
-                    whole.add(rank)
-                else:
-                    continue
-                changed = True
-            if not changed:
+            over = [rank for rank in range(made.ranks) if peaks[rank] > self.budget]
+            if made.name == "zb" and any(lag[rank] > 0 for rank in over):
+                lag = [max(n - (rank in over), 0) for rank, n in enumerate(lag)]
+            elif splitting := {rank for rank in over if any(action.kind == "I" for action in made.order[rank])}:
+                whole |= splitting
+            else:
                 return made, peaks
-
-
-def _plan_or_leanest(graph: Graph, mesh: Mesh, cluster: Cluster, options: Options) -> Planned:
-    """Return the plan within the budget or, where there is none, that of the smallest peak that was found."""
-    try:
-        return plan_forms(graph, mesh, cluster, options)
-    except InfeasibleError as error:
-        if error.leanest is None:
-            raise
-        found: Planned = error.leanest()
-        return found
 
 
 def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:

@@ -29,7 +29,15 @@ from autopar.planner.pricing.fused import Fused
 from autopar.planner.pricing.overlapped_products import Decomposition, reachable, seconds_of_parts
 from autopar.planner.pricing.ring_attention import ring_traffic
 from autopar.planner.pricing.transfers import hold_seconds, state_seconds
-from autopar.planner.problem.variables import Decisions, Use, Variable, output_key, spec_made, spec_read
+from autopar.planner.problem.variables import (
+    Decisions,
+    InternedOptions,
+    Use,
+    Variable,
+    output_key,
+    spec_made,
+    spec_read,
+)
 from autopar.program import Sent
 from autopar.sharding import ShardingSpec, Step, Strategy
 from autopar.sharding.paths import Path, all_pairs, cheapest_path
@@ -55,6 +63,7 @@ class Prices:
 
     Args:
         memo: what was priced, and what the scheduler knows about ops.
+        interned: options of all decisions that are priced here: what equal parts have in common is priced once.
     """
 
     mesh: Mesh
@@ -64,6 +73,7 @@ class Prices:
     collectives: CollectiveCosts = field(init=False)
     compute: ComputeCosts = field(init=False)
     memo: Memo = field(default_factory=Memo)
+    interned: InternedOptions = field(default_factory=InternedOptions)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveCosts(self.mesh, self.cluster)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.ir import Graph
@@ -24,7 +25,8 @@ from autopar.planner.graphs.chunked import with_chunked_losses
 from autopar.planner.graphs.remade import with_remade_values
 from autopar.planner.graphs.routed import room_of, with_routed_experts
 from autopar.planner.options import Options
-from autopar.planner.search.phases import Reruns
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.search.phases import Phase, Reruns
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.planner.search.state import Progress, Search, SearchState
 from autopar.program import Program
@@ -37,11 +39,21 @@ ALL = 0
 
 
 def plan_forms(
-    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None = None
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    options: Options,
+    progress: Progress | None = None,
+    *,
+    before: Mapping[type[Phase], Phase] | None = None,
+    prices: Prices | None = None,
 ) -> Planned:
     """``plan_graph``, also with routed experts, and where the budget binds with losses in chunks.
 
     ``decisions.graph`` is what was planned.
+
+    Args:
+        before, prices: see there.
 
     Raises:
         InfeasibleError, ConstraintError: see there.
@@ -50,12 +62,13 @@ def plan_forms(
     graph = for_kernels(graph, cluster, options.backend)
     routed = with_routed_experts(graph, room) if room is not None and _may_route(mesh, options) else graph
     first, other = (graph, routed) if str(options.search).startswith("baseline:") else (routed, graph)
+    plan = _Losses(mesh, cluster, options, progress, before or {}, prices)
     try:
-        return _plan_losses(first, mesh, cluster, options, progress)
+        return plan.best_for(first)
     except (ConstraintError, PlanError):  # they may name what is in the other form alone, as "EP x FSDP" does
         if other is first:
             raise
-        return _plan_losses(other, mesh, cluster, options, progress)
+        return plan.best_for(other)
 
 
 def for_kernels(graph: Graph, cluster: Cluster, backend: str) -> Graph:
@@ -68,16 +81,6 @@ def _may_route(mesh: Mesh, options: Options) -> bool:
     there is no formula for a range of sizes."""
     searches = options.search in ("joint", "two-stage") or str(options.search).startswith("baseline:")
     return mesh.size > 1 and options.backend == "eager" and options.ranges is None and searches
-
-
-def _plan_losses(graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None) -> Planned:
-    other = with_chunked_losses(graph, CHUNKS[cluster.device.kind])
-    if other is graph or options.search not in ("joint", "two-stage"):
-        return plan_graph(graph, mesh, cluster, options, progress)
-    if options.ranges is not None:
-        other = with_chunked_losses(graph, ALL)  # one form at every size
-    with limited(options.time_limit_s):
-        return _better_of(graph, other, mesh, cluster, options, progress)
 
 
 @dataclass(frozen=True)
@@ -99,28 +102,50 @@ class OtherForm:
         return replace(state, cutoff=min(state.cutoff, cost))
 
 
-def _better_of(
-    graph: Graph, other: Graph, mesh: Mesh, cluster: Cluster, options: Options, progress: Progress | None
-) -> Planned:
-    found: list[Planned] = []
-    refused: list[InfeasibleError] = []
+@dataclass(frozen=True)
+class _Losses:
+    """Plans a graph over whole logits and in chunks. See ``plan_graph`` for its fields."""
 
-    def in_other_form(seconds: float) -> float:
+    mesh: Mesh
+    cluster: Cluster
+    options: Options
+    progress: Progress | None
+    before: Mapping[type[Phase], Phase]
+    prices: Prices | None
+
+    def best_for(self, graph: Graph) -> Planned:
+        other = with_chunked_losses(graph, CHUNKS[self.cluster.device.kind])
+        if other is graph or self.options.search not in ("joint", "two-stage"):
+            return self._planned(graph)
+        if self.options.ranges is not None:
+            other = with_chunked_losses(graph, ALL)  # one form at every size
+        with limited(self.options.time_limit_s):
+            return self._better_of(graph, other)
+
+    def _planned(self, graph: Graph, more: Mapping[type[Phase], Phase] | None = None, **changed: Any) -> Planned:
+        options, before = replace(self.options, **changed), {**self.before, **(more or {})}
+        return plan_graph(graph, self.mesh, self.cluster, options, self.progress, before=before, prices=self.prices)
+
+    def _better_of(self, graph: Graph, other: Graph) -> Planned:
+        found: list[Planned] = []
+        refused: list[InfeasibleError] = []
+
+        def in_other_form(seconds: float) -> float:
+            try:
+                with contextlib.suppress(ConstraintError):  # they may name what is in the other form alone
+                    found.append(self._planned(other, time_limit_s=seconds))
+            except InfeasibleError as error:
+                refused.append(error)
+            return min((p.solution.objective for p in found), default=math.inf)
+
         try:
-            with contextlib.suppress(ConstraintError):  # they may name what is in the other form alone
-                found.append(plan_graph(other, mesh, cluster, replace(options, time_limit_s=seconds), progress))
+            own = self._planned(graph, {Reruns: OtherForm(in_other_form)})
         except InfeasibleError as error:
-            refused.append(error)
-        return min((p.solution.objective for p in found), default=math.inf)
-
-    try:
-        own = plan_graph(graph, mesh, cluster, options, progress, before={Reruns: OtherForm(in_other_form)})
-    except InfeasibleError as error:
-        if not found:
-            raise min((*refused, error), key=lambda error: error.least_bytes) from None
-        return found[0]
-    best = min((own, *found), key=lambda p: (p.solution.objective, p.timeline.seconds))
-    return _bounded_by_all(best, (own, *found), options)
+            if not found:
+                raise min((*refused, error), key=lambda error: error.least_bytes) from None
+            return found[0]
+        best = min((own, *found), key=lambda p: (p.solution.objective, p.timeline.seconds))
+        return _bounded_by_all(best, (own, *found), self.options)
 
 
 def _bounded_by_all(best: Planned, found: Sequence[Planned], options: Options) -> Planned:

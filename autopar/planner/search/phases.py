@@ -18,6 +18,7 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import forward_seconds
+from autopar.planner.problem.variables import Decisions
 from autopar.planner.search import settings
 from autopar.planner.search.candidates import Candidate
 from autopar.planner.search.fitting import scheduled
@@ -66,7 +67,7 @@ class Free:
     name: str = "without a budget"
 
     def applies(self, search: Search, state: SearchState) -> bool:
-        return True
+        return state.free is None
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         tight = bool(search.baselines) and search.fitting_way is None
@@ -101,6 +102,33 @@ def _arranged(search: Search, free: Result) -> Result:
     options = replace(search.options, memory_budget_bytes=None)
     told = Candidate.of("free", free.objective.decisions, free.solution, free.program, search.prices, options)
     return replace(free, memory=told.memory) if told.memory.peak_bytes <= search.budget else free
+
+
+@dataclass(frozen=True)
+class Given:
+    """Instead of the optimum without a budget, the best with choices that are known from another plan.
+
+    Args:
+        still: the options of each variable that they leave open; None if they are of other variables.
+    """
+
+    still: Callable[[Decisions], Open | None]
+    name: str = "given choices"
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return True
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        objective, began, options = search.objective, now(), search.options
+        still = self.still(objective.decisions)
+        if still is None:
+            return state
+        choice = solve_open(objective.problem(), still, until - began, options.solver, settings.KNOWN_GAP)
+        if choice is None or not math.isfinite(objective.seconds(choice)):
+            return state
+        found = search.measure(objective, choice, self.name, search.budget)
+        state = replace(state, free=found, free_s=now() - began, hideable_s=forward_seconds(found.program))
+        return state.with_plan(search, found)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.garbage import collected_later
@@ -106,12 +107,14 @@ def plan_graph(
     *,
     compare: bool = True,
     before: Mapping[type[Phase], Phase] | None = None,
+    prices: Prices | None = None,
 ) -> Planned:
     """Plan ``graph`` on ``mesh``; with ``compare`` beside those baselines that may be better, or, with
     ``options.compare``, beside all.
 
     Args:
         before: phases that are run before others, by the type of those.
+        prices: those of other graphs for this mesh and these options, for what they have in common.
 
     Raises:
         InfeasibleError: nothing fits the memory budget; the hint names the smallest that would.
@@ -121,7 +124,8 @@ def plan_graph(
     phases = _phases(options.search, before or {})
     options = replace(options, device=cluster.device.kernels)
     with limited(options.time_limit_s):
-        return _planned(graph, mesh, cluster, options, progress or (lambda _: None), phases, compare=compare)
+        prices = prices or Prices(mesh, cluster, options.backend, options.decomposed)
+        return _planned(graph, prices, options, progress or (lambda _: None), phases, compare=compare)
 
 
 def _phases(search: str, before: Mapping[type[Phase], Phase]) -> tuple[Phase, ...]:
@@ -134,23 +138,17 @@ def _phases(search: str, before: Mapping[type[Phase], Phase]) -> tuple[Phase, ..
 
 
 def _planned(
-    graph: Graph,
-    mesh: Mesh,
-    cluster: Cluster,
-    options: Options,
-    report: Progress,
-    phases: Sequence[Phase],
-    *,
-    compare: bool,
+    graph: Graph, prices: Prices, options: Options, report: Progress, phases: Sequence[Phase], *, compare: bool
 ) -> Planned:
     started, began = time.perf_counter(), now()
-    forced = resolve(graph, mesh, options.constraints, options.aliases)
+    forced = resolve(graph, prices.mesh, options.constraints, options.aliases)
+    decided = partial(decide, graph, prices.mesh, options, forced, interned=prices.interned)
     notices = warn_of_missing_rules(graph)
     report("strategies")
-    decisions = decide(graph, mesh, options, forced)
+    decisions = decided()
     listed = time.perf_counter()
     report("build")
-    objective = Objective(decisions, Prices(mesh, cluster, options.backend, options.decomposed))
+    objective = Objective(decisions, prices)
     objective.problem()
     built = time.perf_counter()
     report("baselines")
@@ -162,9 +160,9 @@ def _planned(
         graph,
         objective,
         options,
-        budget_bytes(cluster, options),
+        budget_bytes(prices.cluster, options),
         report,
-        with_reruns=lambda: decide(graph, mesh, options, forced, recompute=True),
+        with_reruns=lambda: decided(recompute=True),
         began=began,
         ends=began + work_s - emitting_s,
         baselines=sorted(compared, key=lambda b: b.objective),
