@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import product
 from math import ceil, inf
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from autopar.errors import PlanError
 from autopar.pipelines.actions import Action, Kind, Schedule
@@ -74,8 +74,10 @@ def _runs(
     least = bound(costs, rank_of, micro_batches)
     runs: list[tuple[float, Preference, Schedule]] = []
     for preference in preferences:
-        schedule = _Greedy(costs, rank_of, micro_batches, caps, preference).run()
-        excess = round(simulate(schedule, costs).seconds / least - 1, ROUNDING_DIGITS) if least else 0.0
+        greedy = _Greedy(costs, rank_of, micro_batches, caps, preference)
+        schedule = greedy.run()
+        seconds = max(greedy.free) if costs.every_action_alike else simulate(schedule, costs).seconds
+        excess = round(seconds / least - 1, ROUNDING_DIGITS) if least else 0.0
         runs.append((excess, preference, schedule))
         if excess <= 0:
             break
@@ -108,19 +110,19 @@ class _Greedy:
         self.depths = self._depths(preference.depth)
         self.forward_ends: list[list[float]] = [[] for _ in range(stages)]
         self.gradient_ends: list[list[float]] = [[] for _ in range(stages)]
+        self.input_arrives: list[float | None] = [0.0, *[None] * (stages - 1)]
+        self.gradient_arrives: list[float | None] = [None] * stages
         self.free, self.held = [0.0] * ranks, [0.0] * ranks
+        self.room = [cap * (1 + ROUNDING) for cap in caps]
         self.weights: list[deque[Action]] = [deque() for _ in range(ranks)]
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
 
     def _depths(self, factor: float) -> list[float]:
-        """By stage: a micro-batch's seconds from there to the end and back, over those that the slowest rank needs for
-        one."""
-        costs = self.costs
-        work = [f + i + w for f, i, w in zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)]
-        period = max(sum(work[stage] for stage in stages) for stages in self.stages_of)
-        if factor == inf or period == 0:
-            return [inf] * costs.stages
-        return [max(1, ceil(factor * sum(work[stage:]) / period - ROUNDING)) for stage in range(costs.stages)]
+        """By stage: how many micro-batches it may have in flight."""
+        if factor == inf:
+            return [inf] * self.costs.stages
+        depths = (factor * depth for depth in self.costs.depths(self.rank_of))
+        return [max(1, ceil(depth - ROUNDING)) if depth < inf else inf for depth in depths]
 
     def run(self) -> Schedule:
         choices = [self._choose(rank) for rank in range(len(self.rows))]
@@ -137,39 +139,48 @@ class _Greedy:
         self.free[rank] = end
         self.held[rank] += held_by(action, self.costs)
         kind, stage, micro_batch = action
-        if kind == "F":
-            self.forward_ends[stage].append(end)
-        elif kind == "W":
+        if kind == "W":
             self.weights[rank].popleft()
-        else:
-            self.gradient_ends[stage].append(end)
-            if kind == "I":
-                self.weights[rank].append(Action("W", stage, micro_batch))
+            return
+        (self.forward_ends if kind == "F" else self.gradient_ends)[stage].append(end)
+        if kind == "I":
+            self.weights[rank].append(Action("W", stage, micro_batch))
+        if kind == "F":
+            self.input_arrives[stage] = self._next_input(stage)
+            if stage + 1 < self.costs.stages:
+                self.input_arrives[stage + 1] = self._next_input(stage + 1)
+        elif stage:
+            self.gradient_arrives[stage - 1] = self._next_gradient(stage - 1)
+        self.gradient_arrives[stage] = self._next_gradient(stage)
 
     def _choose(self, rank: int) -> tuple[float, Action] | None:
         """What a rank does next and when, as far as is known; None where it knows of nothing."""
-        now, candidates, blocked = self.free[rank], [], False
+        now, blocked = self.free[rank], False
+        best: tuple[float, bool, int, str] | None = None
         for stage in self.stages_of[rank]:
-            backward = self._gradient_arrives(stage)
-            if backward is not None:
-                action = Action(self.backward[stage], stage, len(self.gradient_ends[stage]))
-                candidates.append((max(now, backward), self.forward_first, -stage, action))
-            forward = self._input_arrives(stage)
-            if forward is not None:
+            arrives = self.gradient_arrives[stage]
+            if arrives is not None:
+                candidate = (max(now, arrives), self.forward_first, -stage, self.backward[stage])
+                best = candidate if best is None else min(best, candidate)
+            arrives = self.input_arrives[stage]
+            if arrives is not None:
                 if self._has_room(stage, rank):
-                    action = Action("F", stage, len(self.forward_ends[stage]))
-                    candidates.append((max(now, forward), not self.forward_first, -stage, action))
+                    candidate = (max(now, arrives), not self.forward_first, -stage, "F")
+                    best = candidate if best is None else min(best, candidate)
                 else:
                     blocked = True
-        best = min(candidates, default=None)
         if self.weights[rank]:
             weight = self.weights[rank][0]
             gap = best[0] - now if best else inf
             if gap >= self.patience * self.costs.seconds(weight) or (blocked and gap > 0):
                 return now, weight
-        return (best[0], best[3]) if best else None
+        if best is None:
+            return None
+        start, _, negative, kind = best
+        ends = self.forward_ends if kind == "F" else self.gradient_ends
+        return start, Action(cast(Kind, kind), -negative, len(ends[-negative]))
 
-    def _input_arrives(self, stage: int) -> float | None:
+    def _next_input(self, stage: int) -> float | None:
         """When the next forward of a stage can begin, if that is known."""
         number = len(self.forward_ends[stage])
         if number == self.micro_batches:
@@ -179,7 +190,7 @@ class _Greedy:
         ends = self.forward_ends[stage - 1]
         return ends[number] + self.delays[stage - 1] if number < len(ends) else None
 
-    def _gradient_arrives(self, stage: int) -> float | None:
+    def _next_gradient(self, stage: int) -> float | None:
         """When the next backward of a stage can begin, if that is known."""
         number = len(self.gradient_ends[stage])
         if number == len(self.forward_ends[stage]):
@@ -192,10 +203,13 @@ class _Greedy:
     def _has_room(self, stage: int, rank: int) -> bool:
         if self._in_flight(stage) >= self.depths[stage]:
             return False
-        reserved = sum(
-            self.costs.held[later] for later in self.stages_of[rank] if later > stage and not self._in_flight(later)
-        )
-        return self.held[rank] + self.costs.held[stage] + reserved <= self.caps[rank] * (1 + ROUNDING)
+        held = self.held[rank] + self.costs.held[stage]
+        if self.room[rank] == inf:
+            return True
+        for later in self.stages_of[rank]:
+            if later > stage and not self._in_flight(later):
+                held += self.costs.held[later]
+        return held <= self.room[rank]
 
     def _in_flight(self, stage: int) -> int:
         return len(self.forward_ends[stage]) - len(self.gradient_ends[stage])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
+from math import inf
 
 from autopar.errors import PlanError
 from autopar.pipelines.actions import Action, Schedule
@@ -28,7 +29,7 @@ class Costs:
             of gradients, by stage.
         tail: seconds after a rank's last action, by rank.
         first_forward: seconds that the first forward of a stage takes in addition, for what all micro-batches share, by
-            stage.
+            stage. That is made before its input arrives, where the rank has nothing else to do.
     """
 
     forward: tuple[float, ...]
@@ -80,6 +81,21 @@ class Costs:
         seams = zip(self.send, rank_of[:-1], rank_of[1:], strict=True)
         return tuple(seconds if here != there else 0.0 for seconds, here, there in seams)
 
+    def depths(self, rank_of: Sequence[int]) -> tuple[float, ...]:
+        """By stage: a micro-batch's seconds from there to the end and back, over those that the slowest rank needs for
+        one. So many in flight keep that rank busy."""
+        work = [f + i + w for f, i, w in zip(self.forward, self.backward_input, self.backward_weight, strict=True)]
+        loads = [0.0] * (max(rank_of) + 1)
+        for seconds, rank in zip(work, rank_of, strict=True):
+            loads[rank] += seconds
+        period = max(loads)
+        return tuple(sum(work[stage:]) / period if period else inf for stage in range(self.stages))
+
+    @property
+    def every_action_alike(self) -> bool:
+        """Whether no first or last action takes longer than others of its kind and stage."""
+        return not any((*self.first_forward, *self.last_backward, *self.tail))
+
     def tails(self, ranks: int) -> tuple[float, ...]:
         return self.tail or (0.0,) * ranks
 
@@ -127,14 +143,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         kind, stage, micro_batch = action
         rank, place = rank_of[stage], stage * count + micro_batch
         start = free[rank]
+        seconds = by_kind[kind][stage]
         if kind == "F":
+            before = costs.first_forward[stage] if micro_batch == 0 else 0.0
             if stage:
-                start = max(start, forward_ends[place - count] + delays[stage - 1])
+                start = max(start, forward_ends[place - count] + delays[stage - 1] - before)
+            seconds += before
         elif kind != "W" and stage < last_stage:
             start = max(start, gradient_ends[place + count] + delays[stage])
-        seconds = by_kind[kind][stage]
-        if kind == "F" and micro_batch == 0:
-            seconds += costs.first_forward[stage]
         if action in last:
             seconds += costs.last_backward[stage]
         end = start + seconds

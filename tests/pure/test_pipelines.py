@@ -333,6 +333,14 @@ def test_the_last_backward_and_what_follows_it():
     assert timeline.busy == (16, 106.5)
 
 
+def test_what_micro_batches_share_is_made_while_their_first_input_is_under_way():
+    costs = Costs((4.0, 1.0), (0.0, 1.0), (2.0, 1.0), first_forward=(3.0, 5.0))
+    timeline = simulate(one_f_one_b(2, 2), costs)
+    assert timeline.ends[Action.parse("0F0")] == 7
+    assert (timeline.starts[Action.parse("1F0")], timeline.ends[Action.parse("1F0")]) == (2, 8)
+    assert timeline.busy[1] == 5 + 2 * 3
+
+
 @given(random_schedules())
 @settings(max_examples=200, deadline=None)
 def test_seconds_are_those_of_the_longest_path(case: tuple[Costs, Schedule]):

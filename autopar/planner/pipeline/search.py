@@ -234,6 +234,15 @@ class _Room:
             self.beside[rank] = max(self.beside[rank], peak - known)
 
 
+@dataclass(frozen=True)
+class _Staged:
+    """A stage as it was planned under constraints."""
+
+    stage: Stage
+    constraints: Mapping[str, str]
+    held: StageBytes
+
+
 @dataclass
 class _PipelineSearch:
     graph: Graph
@@ -423,9 +432,41 @@ class _PipelineSearch:
         starts = self._starts(whole, name, chunks)
         costs = self._estimate(whole, starts)
         rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
-        made = schedule(name, self.ranks, m, chunks, costs, self._caps(whole, starts, costs, rank_of, self.budget))
-        peaks = self._estimated_peaks(whole, starts, made, costs)
-        return _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
+
+        def drawn(costs: Costs) -> _Drawn:
+            caps = self._caps(whole, starts, costs, rank_of, self.budget)
+            made = schedule(name, self.ranks, m, chunks, costs, caps)
+            if name != "listed":  # which holds no more than it may
+                costs = self._recomputing(whole, starts, costs, rank_of, in_flight(made))
+            peaks = self._estimated_peaks(whole, starts, made, costs)
+            return _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
+
+        if name != "listed":
+            return drawn(costs)
+        depths = [math.ceil(min(m, depth)) for depth in costs.depths(rank_of)]
+        lean = self._recomputing(whole, starts, costs, rank_of, depths)
+        ways = [drawn(each) for each in dict.fromkeys((costs, lean))]
+        return min(ways, key=lambda d: (not self._fitting([d]), d.seconds))
+
+    def _recomputing(
+        self, whole: _Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int], flying: Sequence[int]
+    ) -> Costs:
+        """Return the costs where stages that would hold more than the budget, with so many micro-batches in flight,
+        recompute as much of what they hold as it takes: up to what enters their blocks."""
+        ranges = _ranges(starts, len(whole.blocks))
+        entering = [0, *whole.seams.bytes]
+        least = [sum(entering[a:b]) / self.stage_mesh.size for a, b in ranges]
+        share = [0.0] * self.ranks
+        for rank in range(self.ranks):
+            mine = [s for s, r in enumerate(rank_of) if r == rank]
+            over = sum(_total(whole.blocks[a:b]).static for a, b in (ranges[s] for s in mine)) - self.budget
+            over += sum(flying[s] * costs.held[s] for s in mine)
+            spare = sum(flying[s] * max(costs.held[s] - least[s], 0.0) for s in mine)
+            share[rank] = min(over / spare, 1.0) if over > 0 and spare else 0.0
+        again = [share[rank] for rank in rank_of]
+        held = tuple(h - x * max(h - at_least, 0.0) for h, at_least, x in zip(costs.held, least, again, strict=True))
+        back = tuple(i + x * f for i, f, x in zip(costs.backward_input, costs.forward, again, strict=True))
+        return replace(costs, backward_input=back, held=held, kept=held)
 
     def _starts(self, whole: _Whole, name: str, chunks: int) -> tuple[int, ...]:
         stages = self.ranks * chunks
@@ -529,8 +570,10 @@ class _PipelineSearch:
         """
         room = _Room.estimated(d, self.budget)
         least = sys.maxsize
+        before: list[_Staged] = []
         for _ in range(ROUNDS):
-            found = self._within(d, room, now() + ROUND_SHARE * max(ends - now(), 0.0))
+            before = self._within(d, room, now() + ROUND_SHARE * max(ends - now(), 0.0), before)
+            found = self._result(d, [each.stage for each in before], [each.held for each in before])
             least = min(least, max(found.peaks))
             if least <= self.budget:
                 return found
@@ -539,18 +582,21 @@ class _PipelineSearch:
                 break  # nothing would be planned otherwise
         raise _over(found, least, self.budget)
 
-    def _within(self, d: _Drawn, room: _Room, ends: float) -> PlannedPipeline:
+    def _within(self, d: _Drawn, room: _Room, ends: float, before: Sequence[_Staged]) -> list[_Staged]:
         """Plan the stages in turn, each within what the other stages of its rank leave, or as small as was found
         where that is more, and tell ``room`` of it.
+
+        Args:
+            before: the stages as they were planned with more room; what fits stays as it is.
         """
         graphs = cut(d.whole.micro.graph, d.whole.seams, d.starts)
         m = d.schedule.micro_batches
         flying = in_flight(d.schedule)
         n = m * self.options.accumulation_steps
-        stages: list[Stage] = []
-        held: list[StageBytes] = []
+        made: list[_Staged] = []
         specs: dict[str, str] = {}
         stored: dict[str, str] = {}
+        shapes = [_shape(stage.graph) for stage in graphs]
         for s, stage in enumerate(graphs):
             self.report(f"stage {s} of {len(graphs)}, {d}")
             summing = replace(stage, graph=with_gradient_sums(stage.graph, n, self.options.dtype_of("reduce")))
@@ -567,17 +613,24 @@ class _PipelineSearch:
                     **specs,
                 },
             )
-            found = self._with_shared(self._stage(d.whole, summing, options, len(graphs) - s), options)
+            if before and before[s].constraints == options.constraints and _fits(before[s].held.planned, options):
+                made.append(before[s])
+            else:
+                alike = (t for t in range(s, len(graphs)) if shapes[t] == shapes[s])
+                t = max(alike, key=lambda t: flying[t] * d.costs.held[t] - room.left_for(t))
+                tight = replace(options, in_flight=flying[t], memory_budget_bytes=int(room.left_for(t)))
+                found = self._with_shared(self._stage(d.whole, summing, options, tight), options)
+                one = self._stage_options(m, 1)
+                parts = parts_of(found.program, found.decisions.graph, self.stage_mesh, one, self.overlap)
+                held = StageBytes(found, summing.takes, parts, self.stage_mesh, one)
+                made.append(_Staged(summing, options.constraints, held))
+            held, found = made[-1].held, made[-1].held.planned
             if found.memory.peak_bytes > room.left_for(s):
                 room.least[s] = found.memory.peak_bytes
-            one = self._stage_options(m, 1)
-            parts = parts_of(found.program, found.decisions.graph, self.stage_mesh, one, self.overlap)
-            held.append(StageBytes(found, summing.takes, parts, self.stage_mesh, one))
-            room.resident[s] = static_bytes(found, self.stage_mesh, one) + flying[s] * parts.held
-            stages.append(summing)
+            room.resident[s] = static_bytes(found, self.stage_mesh, held.options) + flying[s] * held.parts.held
             specs = seam_specs(summing, found)
             stored |= {name: str(tensor.spec) for name, tensor in inputs_of(found, "parameter")}
-        return self._result(d, tuple(stages), held)
+        return made
 
     def _with_shared(self, planned: Planned, options: Options) -> Planned:
         """Return a plan whose micro-batches share what they compute alike and keep, as its memory is counted."""
@@ -588,29 +641,36 @@ class _PipelineSearch:
         memory = profile(program, graph, self.stage_mesh, options)
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
-    def _stage(self, whole: _Whole, stage: Stage, options: Options, left: int) -> Planned:
+    def _stage(self, whole: _Whole, stage: Stage, options: Options, tight: Options) -> Planned:
         """Plan a stage as the whole is planned, where that fits; else as an equal stage was or, while time is left,
         anew from there, whichever is shorter.
 
         Args:
-            options: their time limit is that of ``left`` stages.
+            tight: options of that of the equal stages that has the least room. A new plan is for it, so that it is one
+                for all of them.
         """
-        budget, ends = options.memory_budget_bytes, now() + options.time_limit_s
-        assert budget is not None
-        free = carried(Known(whole.planned, whole.like), stage.graph, self.prices, options)
-        if free is not None and free.memory.peak_bytes <= budget:
+        ends = now() + options.time_limit_s
+
+        def taken_over(known: Known) -> Planned | None:
+            return carried(known, stage.graph, self.prices, options)
+
+        free = taken_over(Known(whole.planned, whole.like))
+        if free is not None and _fits(free, options):
             return free
-        equal = (carried(known, stage.graph, self.prices, options) for known in self.known)
-        found = next((p for p in equal if p is not None and p.memory.peak_bytes <= budget), None)
+        found = next((p for p in map(taken_over, self.known) if p is not None and _fits(p, options)), None)
         near = found is not None and free is not None and found.timeline.seconds <= NEARLY * free.timeline.seconds
         if found is not None and (near or now() > ends - LEAST_S):
             return found
-        limit_s = max((ends - now()) * max(STAGE_SHARE, 1 / left), LEAST_S)
+        plans = [] if found is None else [found]
         given = Given(Known(whole.planned, whole.like).still)
-        other = self._plan_or_leanest(stage.graph, replace(options, time_limit_s=limit_s), before={Free: given})
-        self.known = sorted((*self.known, Known(other)), key=lambda k: k.planned.timeline.seconds)
-        plans = [p for p in (found, other) if p is not None]
-        return min(plans, key=lambda p: (p.memory.peak_bytes > budget, p.timeline.seconds))
+        for asked in (tight, options) if tight != options else (options,):
+            asked = replace(asked, time_limit_s=max((ends - now()) * STAGE_SHARE, LEAST_S))
+            other = self._plan_or_leanest(stage.graph, asked, before={Free: given})
+            self.known = sorted((*self.known, Known(other)), key=lambda k: k.planned.timeline.seconds)
+            plans += [p for p in (taken_over(Known(other)),) if p is not None] or [other]
+            if any(_fits(p, options) for p in plans):
+                break
+        return min(plans, key=lambda p: (not _fits(p, options), p.timeline.seconds))
 
     def _plan_or_leanest(
         self, graph: Graph, options: Options, before: Mapping[type[Phase], Phase] | None = None
@@ -625,7 +685,7 @@ class _PipelineSearch:
             found: Planned = error.leanest()
             return found
 
-    def _result(self, d: _Drawn, stages: tuple[Stage, ...], held: Sequence[StageBytes]) -> PlannedPipeline:
+    def _result(self, d: _Drawn, stages: Sequence[Stage], held: Sequence[StageBytes]) -> PlannedPipeline:
         parts, planned = [stage.parts for stage in held], tuple(stage.planned for stage in held)
         costs = Costs(
             forward=tuple(p.forward for p in parts),
@@ -643,7 +703,7 @@ class _PipelineSearch:
             d.whole.micro,
             d.whole.seams,
             d.starts,
-            stages,
+            tuple(stages),
             planned,
             made,
             costs,
@@ -687,6 +747,15 @@ class _PipelineSearch:
                 whole |= splitting
             else:
                 return made, peaks
+
+
+def _fits(planned: Planned, options: Options) -> bool:
+    return options.memory_budget_bytes is None or planned.memory.peak_bytes <= options.memory_budget_bytes
+
+
+def _shape(graph: Graph) -> tuple[object, ...]:
+    """Return what equal stages have in common."""
+    return tuple((node.op, node.packet, node.outputs) for node in graph.nodes)
 
 
 def seam_specs(stage: Stage, planned: Planned) -> dict[str, str]:

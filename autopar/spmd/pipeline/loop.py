@@ -100,6 +100,8 @@ class Loop:
             reads = read_by(each, self.count)
             if reads is not None:
                 mail.post(reads)
+        if actions[at].kind == "F":
+            self._held(self.stages[actions[at].stage])
         reads, sends = read_by(actions[at], self.count), sent_by(actions[at], self.count)
         taken = mail.take(reads) if reads is not None else []
         made = self.act(actions[at], taken, saves=saves)
@@ -140,7 +142,7 @@ class Loop:
         return [made[at] for at in stage.sent_at]
 
     def _held(self, stage: StagePrograms) -> tuple[Any, ...]:
-        """Return what the micro-batches of a stage share, which is made before its first forward."""
+        """Return what the micro-batches of a stage share, made while the message of its first forward is under way."""
         program = stage.program
         if program.once is None:
             return ()
