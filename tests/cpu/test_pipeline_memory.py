@@ -8,16 +8,19 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.errors import InfeasibleError
+from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.pipelines.messages import Message, waiting
 from autopar.pipelines.orders import schedule
 from autopar.planner import Options, plan_graph
-from autopar.planner.pipeline.carry import SAME_CHOICES, SAME_SHARDINGS, Priced, carried
+from autopar.planner.pipeline.carry import Known, carried
 from autopar.planner.pricing.prices import Prices
+from autopar.planner.search.phases import Free, Given
 from autopar.plans.pipeline import PipelinePlan
 from autopar.tracer import ColoTracer
 from tests.cpu.capture_checks import eager
@@ -159,17 +162,24 @@ def test_what_a_rank_sent_waits_until_its_receiver_is_known_to_have_it() -> None
 
 
 def test_a_stage_is_held_otherwise_than_the_whole_where_it_does_not_fit_so() -> None:
-    """Its shardings are those of the whole, and what is kept, recomputed and offloaded is chosen anew."""
+    """The search begins from the shardings of the whole, and what is kept, recomputed and offloaded is chosen anew."""
     capture = ColoTracer().capture(Stack(), {"x": torch.zeros(ROWS, WIDTH)})
-    cluster, options = without_offloading(4), Options(optimizer="sgd", memory_budget_bytes=2**40)
-    whole = plan_graph(capture.graph, Mesh((4,)), cluster, options)
-    asked = (whole, {}, capture.graph, Priced(Prices(Mesh((4,)), cluster)))
-    same = carried(*asked, options)
-    assert same is not None and same.solution.method == SAME_CHOICES
+    mesh, cluster, options = Mesh((4,)), without_offloading(4), Options(optimizer="sgd", memory_budget_bytes=2**40)
+    whole, prices = plan_graph(capture.graph, mesh, cluster, options), Prices(mesh, cluster)
+    known = Known(whole, like={})
+    same = carried(known, capture.graph, prices, options)
+    assert same is not None and same.solution.objective == pytest.approx(whole.solution.objective)
     budget = int(0.85 * same.memory.peak_bytes)
-    held = carried(*asked, replace(options, memory_budget_bytes=budget))
-    assert held is not None and held.solution.method == SAME_SHARDINGS
+    tight = replace(options, memory_budget_bytes=budget)
+    over = carried(known, capture.graph, prices, tight)
+    assert over is not None and over.memory.peak_bytes > budget
+    held = plan_graph(capture.graph, mesh, cluster, tight, before={Free: Given(known.still)}, prices=prices)
     assert held.memory.peak_bytes <= budget
-    specs = [{op.node: t.spec for op in p.program.ops for t in op.writes} for p in (same, held)]
-    assert all(specs[1][name] == spec for name, spec in specs[0].items() if name in capture.graph.input_of)
-    assert carried(*asked, replace(options, memory_budget_bytes=1)) is None
+    assert "given choices" in [record.phase for record in held.trace]
+    again = carried(Known(held), capture.graph, prices, tight)
+    assert again is not None and again.memory.peak_bytes == held.memory.peak_bytes
+    assert carried(Known(held), other_graph(), prices, tight) is None
+
+
+def other_graph() -> Graph:
+    return ColoTracer().capture(nn.Linear(WIDTH, WIDTH), {"input": torch.zeros(ROWS, WIDTH)}).graph

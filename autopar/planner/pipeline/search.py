@@ -35,7 +35,7 @@ from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
 from autopar.planner.graphs.layers import shortened
 from autopar.planner.graphs.shared import shared
-from autopar.planner.memory.exact import profile
+from autopar.planner.memory.exact import profile, saved_bytes
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
 from autopar.planner.pipeline.carry import Known, carried
@@ -71,8 +71,9 @@ within the budget for one of them; and at least for plans of the stages."""
 UNLIMITED = 2**60
 """Bytes that no device has."""
 
-STAGE_SHARE = 0.25
-"""Share of the time left for the plan of one stage; equal ones share it."""
+STAGE_SHARE, STAGE_S = 0.25, 5.0
+"""Share of the time left for the plan of one stage, which equal ones share; and seconds at least, since a pipeline of
+which one stage does not fit is none."""
 
 ROUNDS = 3
 """Times that stages are planned: what a rank holds beside its stages, such as messages, is known after the first."""
@@ -235,6 +236,22 @@ class _Room:
 
 
 @dataclass(frozen=True)
+class _Equal:
+    """A plan of a stage with so many micro-batches in flight, which equal stages may take over. Bytes.
+
+    Args:
+        held: by each micro-batch in flight.
+    """
+
+    planned: Planned
+    in_flight: int
+    held: int
+
+    def peak_bytes(self, in_flight: int) -> int:
+        return self.planned.memory.peak_bytes + (in_flight - self.in_flight) * self.held
+
+
+@dataclass(frozen=True)
 class _Staged:
     """A stage as it was planned under constraints."""
 
@@ -252,7 +269,7 @@ class _PipelineSearch:
     asked: Pipeline
     report: Progress
     wholes: dict[tuple[int, float | None], _Whole] = field(default_factory=dict)
-    known: list[Known] = field(default_factory=list)
+    equal: dict[object, list[_Equal]] = field(default_factory=dict)
     ends: float = math.inf
 
     def __post_init__(self) -> None:
@@ -642,34 +659,47 @@ class _PipelineSearch:
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
     def _stage(self, whole: _Whole, stage: Stage, options: Options, tight: Options) -> Planned:
-        """Plan a stage as the whole is planned, where that fits; else as an equal stage was or, while time is left,
-        anew from there, whichever is shorter.
+        """Plan a stage as the whole or an equal stage is planned, whichever is the shortest that fits; while time is
+        left, anew from there where that takes longer than one without a budget.
 
         Args:
             tight: options of that of the equal stages that has the least room. A new plan is for it, so that it is one
                 for all of them.
         """
-        ends = now() + options.time_limit_s
+        ends, equal = now() + options.time_limit_s, self.equal.setdefault(_shape(stage.graph), [])
 
         def taken_over(known: Known) -> Planned | None:
             return carried(known, stage.graph, self.prices, options)
 
-        free = taken_over(Known(whole.planned, whole.like))
-        if free is not None and _fits(free, options):
-            return free
-        found = next((p for p in map(taken_over, self.known) if p is not None and _fits(p, options)), None)
-        near = found is not None and free is not None and found.timeline.seconds <= NEARLY * free.timeline.seconds
-        if found is not None and (near or now() > ends - LEAST_S):
-            return found
-        plans = [] if found is None else [found]
-        given = Given(Known(whole.planned, whole.like).still)
-        for asked in (tight, options) if tight != options else (options,):
-            asked = replace(asked, time_limit_s=max((ends - now()) * STAGE_SHARE, LEAST_S))
-            other = self._plan_or_leanest(stage.graph, asked, before={Free: given})
-            self.known = sorted((*self.known, Known(other)), key=lambda k: k.planned.timeline.seconds)
-            plans += [p for p in (taken_over(Known(other)),) if p is not None] or [other]
-            if any(_fits(p, options) for p in plans):
+        def learn(planned: Planned, of: Options) -> Planned:
+            held = saved_bytes(planned.program, planned.decisions.graph, self.stage_mesh, of)[0]
+            equal.append(_Equal(planned, of.in_flight, held))
+            equal.sort(key=lambda e: e.planned.timeline.seconds)
+            return planned
+
+        likely = [e.planned for e in equal if e.peak_bytes(options.in_flight) <= _room(options)]
+        known = next((p for p in map(taken_over, map(Known, likely)) if p is not None), None)
+        if known is None:
+            known = taken_over(Known(whole.planned, whole.like))
+            if known is not None:
+                learn(known, options)
+        plans = [known] if known is not None and _fits(known, options) else []
+        least_s = min((e.planned.timeline.seconds for e in equal), default=0.0)
+        if plans and (plans[0].timeline.seconds <= NEARLY * least_s or now() > ends - LEAST_S):
+            return plans[0]
+        given: Mapping[type[Phase], Phase] = {Free: Given(Known(whole.planned, whole.like).still)}
+        ways: list[tuple[Options, Mapping[type[Phase], Phase]]] = [(tight, given), (options, given), (options, {})]
+        took_s = 0.0
+        for asked, before in ways if tight != options else ways[1:]:
+            fits = any(_fits(p, options) for p in plans)
+            if fits and (before or took_s > STAGE_SHARE * (ends - now())):
                 break
+            began = now()
+            asked = replace(asked, time_limit_s=max((ends - began) * STAGE_SHARE, STAGE_S))
+            other = learn(self._plan_or_leanest(stage.graph, asked, before), asked)
+            again = taken_over(Known(other)) if asked.in_flight != options.in_flight else None
+            plans += [other] if again is None else [other, again]
+            took_s += now() - began
         return min(plans, key=lambda p: (not _fits(p, options), p.timeline.seconds))
 
     def _plan_or_leanest(
@@ -749,8 +779,12 @@ class _PipelineSearch:
                 return made, peaks
 
 
+def _room(options: Options) -> float:
+    return math.inf if options.memory_budget_bytes is None else options.memory_budget_bytes
+
+
 def _fits(planned: Planned, options: Options) -> bool:
-    return options.memory_budget_bytes is None or planned.memory.peak_bytes <= options.memory_budget_bytes
+    return planned.memory.peak_bytes <= _room(options)
 
 
 def _shape(graph: Graph) -> tuple[object, ...]:
