@@ -17,16 +17,16 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError, Shortfall
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Schedule
-from autopar.pipelines.makespan import Costs, in_flight, simulate
+from autopar.pipelines.makespan import Costs, in_flight, peak_bytes, simulate
 from autopar.pipelines.orders import SCHEDULES, schedule, zero_bubble
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
@@ -307,7 +307,7 @@ class _PipelineSearch:
         if fitting := self._fitting(drawn):
             with contextlib.suppress(InfeasibleError):
                 best = self._planned(fitting, None)
-        if best is None or self._may_be_shorter(best.seconds, shortest.seconds):
+        if best is None or self._may_be_shorter(fitting[0].seconds, shortest.seconds):
             more = self._drawn(self._whole(shortest.schedule.micro_batches, self.budget * self.ranks))
             drawn += more
             leanest = sorted(drawn, key=lambda d: max(d.peaks)) if best is None else []
@@ -454,34 +454,48 @@ class _PipelineSearch:
             caps = self._caps(whole, starts, costs, rank_of, self.budget)
             made = schedule(name, self.ranks, m, chunks, costs, caps)
             if name != "listed":  # which holds no more than it may
-                costs = self._recomputing(whole, starts, costs, rank_of, in_flight(made))
-            peaks = self._estimated_peaks(whole, starts, made, costs)
+                costs = self._recomputing(whole, starts, costs, rank_of, partial(peak_bytes, made))
+            static = self._static(whole, starts, rank_of)
+            peaks = tuple(map(sum, zip(static, peak_bytes(made, costs), strict=True)))
             return _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
 
         if name != "listed":
             return drawn(costs)
         depths = [math.ceil(min(m, depth)) for depth in costs.depths(rank_of)]
-        lean = self._recomputing(whole, starts, costs, rank_of, depths)
+
+        def held_at_most(costs: Costs) -> Sequence[float]:
+            return _by_rank(rank_of, [k * held for k, held in zip(depths, costs.held, strict=True)])
+
+        lean = self._recomputing(whole, starts, costs, rank_of, held_at_most)
         ways = [drawn(each) for each in dict.fromkeys((costs, lean))]
         return min(ways, key=lambda d: (not self._fitting([d]), d.seconds))
 
     def _recomputing(
-        self, whole: _Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int], flying: Sequence[int]
+        self,
+        whole: _Whole,
+        starts: Sequence[int],
+        costs: Costs,
+        rank_of: Sequence[int],
+        in_flight_bytes: Callable[[Costs], Sequence[float]],
     ) -> Costs:
-        """Return the costs where stages that would hold more than the budget, with so many micro-batches in flight,
-        recompute as much of what they hold as it takes: up to what enters their blocks."""
+        """Return the costs where stages whose rank would hold more than the budget recompute as much of what they hold
+        as it takes: up to what enters their blocks.
+
+        Args:
+            in_flight_bytes: that micro-batches in flight hold on each rank.
+        """
         ranges = _ranges(starts, len(whole.blocks))
         entering = [0, *whole.seams.bytes]
-        least = [sum(entering[a:b]) / self.stage_mesh.size for a, b in ranges]
-        share = [0.0] * self.ranks
-        for rank in range(self.ranks):
-            mine = [s for s, r in enumerate(rank_of) if r == rank]
-            over = sum(_total(whole.blocks[a:b]).static for a, b in (ranges[s] for s in mine)) - self.budget
-            over += sum(flying[s] * costs.held[s] for s in mine)
-            spare = sum(flying[s] * max(costs.held[s] - least[s], 0.0) for s in mine)
-            share[rank] = min(over / spare, 1.0) if over > 0 and spare else 0.0
+        least = [
+            min(sum(entering[a:b]) / self.stage_mesh.size, h) for (a, b), h in zip(ranges, costs.held, strict=True)
+        ]
+        leanest = replace(costs, held=tuple(least), kept=tuple(least))
+        static, share = self._static(whole, starts, rank_of), []
+        for one, most, lean in zip(static, in_flight_bytes(costs), in_flight_bytes(leanest), strict=True):
+            over = one + most - self.budget
+            share.append(min(over / (most - lean), 1.0) if over > 0 and most > lean else 0.0)
         again = [share[rank] for rank in rank_of]
-        held = tuple(h - x * max(h - at_least, 0.0) for h, at_least, x in zip(costs.held, least, again, strict=True))
+        held = tuple(h - x * (h - at_least) for h, at_least, x in zip(costs.held, least, again, strict=True))
         back = tuple(i + x * f for i, f, x in zip(costs.backward_input, costs.forward, again, strict=True))
         return replace(costs, backward_input=back, held=held, kept=held)
 
@@ -536,17 +550,11 @@ class _PipelineSearch:
         self, whole: _Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int], budget: float
     ) -> list[float]:
         """Return the bytes that micro-batches in flight may take on each rank: at least those of one."""
-        static, least = [0.0] * self.ranks, [0.0] * self.ranks
-        for stage, (a, b) in enumerate(_ranges(starts, len(whole.blocks))):
-            static[rank_of[stage]] += _total(whole.blocks[a:b]).static
-            least[rank_of[stage]] += costs.held[stage]
-        return [max(budget - s, h) for s, h in zip(static, least, strict=True)]
+        static = self._static(whole, starts, rank_of)
+        return [max(budget - s, h) for s, h in zip(static, _by_rank(rank_of, costs.held), strict=True)]
 
-    def _estimated_peaks(self, whole: _Whole, starts: Sequence[int], made: Schedule, costs: Costs) -> tuple[float, ...]:
-        peaks = [0.0] * made.ranks
-        for stage, ((a, b), k) in enumerate(zip(_ranges(starts, len(whole.blocks)), in_flight(made), strict=True)):
-            peaks[made.rank_of[stage]] += _total(whole.blocks[a:b]).static + k * costs.held[stage]
-        return tuple(peaks)
+    def _static(self, whole: _Whole, starts: Sequence[int], rank_of: Sequence[int]) -> list[float]:
+        return _by_rank(rank_of, [_total(whole.blocks[a:b]).static for a, b in _ranges(starts, len(whole.blocks))])
 
     def _planned(self, drawn: Sequence[_Drawn], best: PlannedPipeline | None) -> PlannedPipeline:
         """Plan the stages of pipelines in turn, while that may gain more than it costs, and return the shortest of
@@ -828,6 +836,14 @@ def _first_blocks(graph: Graph, places: Seams) -> tuple[int, ...]:
 
 def _ranges(starts: Sequence[int], blocks: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], blocks], strict=True))
+
+
+def _by_rank(rank_of: Sequence[int], of_stages: Sequence[float]) -> list[float]:
+    """Return the sums over the stages of each rank."""
+    found = [0.0] * (max(rank_of) + 1)
+    for rank, amount in zip(rank_of, of_stages, strict=True):
+        found[rank] += amount
+    return found
 
 
 def _total(blocks: Sequence[BlockCosts]) -> BlockCosts:
