@@ -71,7 +71,7 @@ within the budget for one of them; and at least for plans of the stages."""
 UNLIMITED = 2**60
 """Bytes that no device has."""
 
-STAGE_SHARE, STAGE_S = 0.25, 5.0
+STAGE_SHARE, STAGE_S = 0.25, 8.0
 """Share of the time left for the plan of one stage, which equal ones share; and seconds at least, since a pipeline of
 which one stage does not fit is none."""
 
@@ -622,6 +622,7 @@ class _PipelineSearch:
         specs: dict[str, str] = {}
         stored: dict[str, str] = {}
         shapes = [_shape(stage.graph) for stage in graphs]
+        static = [_total(d.whole.blocks[a:b]).static for a, b in _ranges(d.starts, len(d.whole.blocks))]
         for s, stage in enumerate(graphs):
             self.report(f"stage {s} of {len(graphs)}, {d}")
             summing = replace(stage, graph=with_gradient_sums(stage.graph, n, self.options.dtype_of("reduce")))
@@ -642,7 +643,7 @@ class _PipelineSearch:
                 made.append(before[s])
             else:
                 alike = (t for t in range(s, len(graphs)) if shapes[t] == shapes[s])
-                t = max(alike, key=lambda t: flying[t] * d.costs.held[t] - room.left_for(t))
+                t = min(alike, key=lambda t: (room.left_for(t) - static[t]) / flying[t])
                 tight = replace(options, in_flight=flying[t], memory_budget_bytes=int(room.left_for(t)))
                 found = self._with_shared(self._stage(d.whole, summing, options, tight), options)
                 one = self._stage_options(m, 1)
