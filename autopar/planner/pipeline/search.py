@@ -4,12 +4,12 @@ One plan of the whole model for one micro-batch, on the mesh of a stage, tells t
 a deep model as many equal layers are planned as a stage has, and stand for the others. A stage's optimum is affine in
 its blocks, so that sums of these are what any cut costs. The model is cut so that no rank takes longer than need be,
 each schedule is simulated exactly with the stages' own seconds, and those of the shortest are planned stage by stage. A
-stage takes the choices of the whole plan where they fit; else its shardings, with what is kept, recomputed and
-offloaded chosen anew, or what a search of the stage finds, if that is shorter.
+stage takes the choices of the whole plan where they fit; else those of an equal stage, or what a search finds that
+begins from the shardings of the whole.
 
 The whole model with as many micro-batches in flight as there are ranks, on a device that has the memory of all ranks
-of the pipeline, holds what the ranks hold together. Where the shortest does not fit, and those that do take longer, the
-whole is planned for that budget too.
+of the pipeline, holds what the ranks hold together. Where nothing fits, or by estimate what fits takes longer than what
+does not, the whole is planned for that budget too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError, Shortfall
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Schedule
-from autopar.pipelines.makespan import Costs, in_flight, peak_bytes, simulate
-from autopar.pipelines.orders import SCHEDULES, schedule, zero_bubble
-from autopar.pipelines.partition import balanced, partition_uniform
+from autopar.pipelines.makespan import Costs, in_flight, simulate
+from autopar.pipelines.orders import schedule, zero_bubble
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.baselines.roles import baselines
 from autopar.planner.graphs.accumulation import with_gradient_sums
@@ -39,10 +38,11 @@ from autopar.planner.memory.exact import profile, saved_bytes
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
 from autopar.planner.pipeline.carry import Known, carried
+from autopar.planner.pipeline.drawing import NEARLY, Drawing, Drawn, Whole, ranges_of, total
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.parts import parts_of
 from autopar.planner.pipeline.peaks import StageBytes, inputs_of, output_bytes, rank_peaks, static_bytes
-from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
+from autopar.planner.pipeline.stages import Seams, Stage, cut, seams
 from autopar.planner.pricing.prices import Prices, least_seconds
 from autopar.planner.problem.constraints import resolve, those_that_apply
 from autopar.planner.schedule.timeline import simulate_streams
@@ -60,9 +60,6 @@ TRIED = 3
 
 CONSIDERED = 8
 """Pipelines that a plan tells about beside its own."""
-
-CHUNKS_TRIED = (1, 2, 4)
-"""Stages a rank that schedules are tried with."""
 
 FREE_SHARE, WHOLE_SHARE, STAGES_SHARE = 0.25, 0.4, 0.35
 """Shares of the time limit for plans of the whole model: without a budget, for several numbers of micro-batches, and
@@ -86,10 +83,6 @@ LEAST_SHARE = 0.05
 
 TELLING = 0.1
 """An error names an output that takes more than this share of a rank's peak."""
-
-NEARLY = 1.05
-"""A pipeline estimated to hold up to this many times the budget may fit, since its stages are planned exactly
-afterwards; and one that fits is good enough if it takes up to this many times as long as the shortest."""
 
 
 @dataclass(frozen=True)
@@ -159,41 +152,6 @@ def pipelines_by_hand(
                     yield f"{schedule_name}, {name}" if name else schedule_name, search.run()
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """The plan of the whole model for one micro-batch, on the mesh of a stage.
-
-    Args:
-        planned: of a deep model that of fewer layers.
-        like: for each node of a layer that is not planned itself the one that stands for it.
-        bound: seconds that no plan of the whole can beat, whatever it holds.
-    """
-
-    micro: MicroBatch
-    seams: Seams
-    planned: Planned
-    like: Mapping[str, str]
-    blocks: tuple[BlockCosts, ...]
-    bound: float
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """A cut and a schedule with what they are estimated to cost."""
-
-    whole: _Whole
-    starts: tuple[int, ...]
-    schedule: Schedule
-    costs: Costs
-    seconds: float
-    peaks: tuple[float, ...]
-
-    def __str__(self) -> str:
-        s = self.schedule
-        chunks = f" x {s.stages // s.ranks}" if s.stages > s.ranks else ""
-        return f"{s.name}{chunks} of {s.micro_batches} micro-batches"
-
-
 @dataclass
 class _Room:
     """How the stages of a rank share its memory. Bytes.
@@ -211,10 +169,10 @@ class _Room:
     beside: list[float]
 
     @classmethod
-    def estimated(cls, d: _Drawn, budget: float) -> _Room:
+    def estimated(cls, d: Drawn, budget: float) -> _Room:
         made = d.schedule
-        flying = zip(in_flight(made), d.costs.held, _ranges(d.starts, len(d.whole.blocks)), strict=True)
-        resident = [_total(d.whole.blocks[a:b]).static + k * held for k, held, (a, b) in flying]
+        flying = zip(in_flight(made), d.costs.held, ranges_of(d.starts, len(d.whole.blocks)), strict=True)
+        resident = [total(d.whole.blocks[a:b]).static + k * held for k, held, (a, b) in flying]
         least = [LEAST_SHARE * budget] * made.stages
         return cls(budget, made.rank_of, least, resident, [0.0] * made.ranks)
 
@@ -268,7 +226,7 @@ class _PipelineSearch:
     options: Options
     asked: Pipeline
     report: Progress
-    wholes: dict[tuple[int, float | None], _Whole] = field(default_factory=dict)
+    wholes: dict[tuple[int, float | None], Whole] = field(default_factory=dict)
     equal: dict[object, list[_Equal]] = field(default_factory=dict)
     ends: float = math.inf
 
@@ -292,6 +250,10 @@ class _PipelineSearch:
         return budget_bytes(self.cluster, self.options)
 
     @cached_property
+    def drawing(self) -> Drawing:
+        return Drawing(self.asked, self.ranks, self.stage_mesh, self.budget, self._send_s)
+
+    @cached_property
     def prices(self) -> Prices:
         return Prices(self.stage_mesh, self.stage_cluster, self.options.backend, self.options.decomposed)
 
@@ -304,28 +266,28 @@ class _PipelineSearch:
         drawn = self._drawn_without_budget()
         shortest = min(drawn, key=lambda d: d.seconds)
         best: PlannedPipeline | None = None
-        if fitting := self._fitting(drawn):
+        if fitting := self.drawing.fitting(drawn):
             with contextlib.suppress(InfeasibleError):
                 best = self._planned(fitting, None)
         if best is None or self._may_be_shorter(fitting[0].seconds, shortest.seconds):
-            more = self._drawn(self._whole(shortest.schedule.micro_batches, self.budget * self.ranks))
+            more = self.drawing.drawn(self._whole(shortest.schedule.micro_batches, self.budget * self.ranks))
             drawn += more
             leanest = sorted(drawn, key=lambda d: max(d.peaks)) if best is None else []
-            best = self._planned(self._fitting(more) or leanest, best)
+            best = self._planned(self.drawing.fitting(more) or leanest, best)
         others = {str(d): d.seconds for d in sorted(drawn, key=lambda d: -d.seconds)}
         return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])[:CONSIDERED]))
 
-    def _drawn_without_budget(self) -> list[_Drawn]:
+    def _drawn_without_budget(self) -> list[Drawn]:
         """Return the pipelines of some numbers of micro-batches, until more of them take longer."""
         began = now()
-        drawn: list[_Drawn] = []
+        drawn: list[Drawn] = []
         refused: list[AutoparError] = []
         shortest_s = math.inf
         for m in self._micro_batch_counts():
             if drawn and now() - began > FREE_SHARE * self.options.time_limit_s:
                 break
             try:
-                found = self._drawn(self._whole(m, None))
+                found = self.drawing.drawn(self._whole(m, None))
             except PlanError as error:
                 if self.asked.micro_batches != AUTO:
                     raise
@@ -344,10 +306,6 @@ class _PipelineSearch:
         """Whether a pipeline that takes ``seconds`` is worth the time that is left, where one takes ``least_s``."""
         left_s = self.ends - now()
         return NEARLY * least_s < seconds and 0 < left_s < (seconds - least_s) * self.options.training_steps
-
-    def _fitting(self, drawn: Sequence[_Drawn]) -> list[_Drawn]:
-        """Return those that may fit, the shortest first."""
-        return sorted((d for d in drawn if max(d.peaks) <= NEARLY * self.budget), key=lambda d: d.seconds)
 
     def _micro_batch_counts(self) -> Iterator[int]:
         """Yield the numbers of micro-batches to try; with fewer samples each a step takes longer sooner or later.
@@ -369,13 +327,13 @@ class _PipelineSearch:
         )
         yield from dict.fromkeys(tried)
 
-    def _whole(self, m: int, budget: float | None) -> _Whole:
+    def _whole(self, m: int, budget: float | None) -> Whole:
         """Plan the whole model for one of ``m`` micro-batches; without a budget as if memory were of no concern."""
         if (m, budget) not in self.wholes:
             self.wholes[m, budget] = self._planned_whole(m, budget)
         return self.wholes[m, budget]
 
-    def _planned_whole(self, m: int, budget: float | None) -> _Whole:
+    def _planned_whole(self, m: int, budget: float | None) -> Whole:
         self.report(f"{m} micro-batches" + ("" if budget is None else " within the budget"))
         micro = micro_batch(self.graph, m)
         graph = with_gradient_sums(micro.graph, m * self.options.accumulation_steps, self.options.dtype_of("reduce"))
@@ -398,7 +356,7 @@ class _PipelineSearch:
             bound = planned.trace[0].bound if planned.trace else 0.0
         else:
             bound = least_seconds(planned.decisions, self.prices, like)
-        return _Whole(micro, places, planned, like, tuple(blocks), bound)
+        return Whole(micro, places, planned, like, tuple(blocks), bound)
 
     def _planned_micro_batch(self, graph: Graph, whole: Graph, options: Options, budget: float | None) -> Planned:
         """Plan ``graph``, with all or some of the layers of ``whole``, without a budget or within its part of it."""
@@ -424,121 +382,6 @@ class _PipelineSearch:
             compare=False,
         )
 
-    def _drawn(self, whole: _Whole) -> list[_Drawn]:
-        """Return every cut and schedule that was asked for, or that may pay, with its estimated seconds.
-
-        Raises:
-            PlanError: there is none; says why the first one is not possible.
-        """
-        asked, found, refused = self.asked, [], []
-        for name in SCHEDULES if asked.schedule == AUTO else (asked.schedule,):
-            known = SCHEDULES[name].chunks
-            chunks = [c for c in CHUNKS_TRIED if c in known] if asked.chunks == AUTO else [int(asked.chunks)]
-            if name == "interleaved" and asked.chunks == AUTO:
-                chunks = chunks[1:]  # with one stage a rank it is 1F1B
-            for count in chunks:
-                try:
-                    found.append(self._draw(whole, name, count, whole.micro.micro_batches))
-                except PlanError as error:
-                    refused.append(error)
-        if not found:
-            raise refused[0]
-        return found
-
-    def _draw(self, whole: _Whole, name: str, chunks: int, m: int) -> _Drawn:
-        starts = self._starts(whole, name, chunks)
-        costs = self._estimate(whole, starts)
-        rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
-
-        def drawn(costs: Costs) -> _Drawn:
-            caps = self._caps(whole, starts, costs, rank_of, self.budget)
-            made = schedule(name, self.ranks, m, chunks, costs, caps)
-            if name != "listed":  # which holds no more than it may
-                costs = self._recomputing(whole, starts, costs, rank_of, partial(peak_bytes, made))
-            static = self._static(whole, starts, rank_of)
-            peaks = tuple(map(sum, zip(static, peak_bytes(made, costs), strict=True)))
-            return _Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
-
-        if name != "listed":
-            return drawn(costs)
-        depths = [math.ceil(min(m, depth)) for depth in costs.depths(rank_of)]
-
-        def held_at_most(costs: Costs) -> Sequence[float]:
-            return _by_rank(rank_of, [k * held for k, held in zip(depths, costs.held, strict=True)])
-
-        lean = self._recomputing(whole, starts, costs, rank_of, held_at_most)
-        ways = [drawn(each) for each in dict.fromkeys((costs, lean))]
-        return min(ways, key=lambda d: (not self._fitting([d]), d.seconds))
-
-    def _recomputing(
-        self,
-        whole: _Whole,
-        starts: Sequence[int],
-        costs: Costs,
-        rank_of: Sequence[int],
-        in_flight_bytes: Callable[[Costs], Sequence[float]],
-    ) -> Costs:
-        """Return the costs where stages whose rank would hold more than the budget recompute as much of what they hold
-        as it takes: up to what enters their blocks.
-
-        Args:
-            in_flight_bytes: that micro-batches in flight hold on each rank.
-        """
-        ranges = _ranges(starts, len(whole.blocks))
-        entering = [0, *whole.seams.bytes]
-        least = [
-            min(sum(entering[a:b]) / self.stage_mesh.size, h) for (a, b), h in zip(ranges, costs.held, strict=True)
-        ]
-        leanest = replace(costs, held=tuple(least), kept=tuple(least))
-        static, share = self._static(whole, starts, rank_of), []
-        for one, most, lean in zip(static, in_flight_bytes(costs), in_flight_bytes(leanest), strict=True):
-            over = one + most - self.budget
-            share.append(min(over / (most - lean), 1.0) if over > 0 and most > lean else 0.0)
-        again = [share[rank] for rank in rank_of]
-        held = tuple(h - x * (h - at_least) for h, at_least, x in zip(costs.held, least, again, strict=True))
-        back = tuple(i + x * f for i, f, x in zip(costs.backward_input, costs.forward, again, strict=True))
-        return replace(costs, backward_input=back, held=held, kept=held)
-
-    def _starts(self, whole: _Whole, name: str, chunks: int) -> tuple[int, ...]:
-        stages = self.ranks * chunks
-        split = self.asked.split
-        if not isinstance(split, str):
-            starts = split_at(whole.micro.graph, whole.seams, split)
-            if len(starts) != stages:
-                raise PlanError(
-                    f"The split makes {len(starts)} stages, and the pipeline has {stages}.",
-                    found=", ".join(split),
-                    hint=f"name {stages - 1} modules, the first of each stage but the first.",
-                )
-            return starts
-        begins = _first_blocks(whole.micro.graph, whole.seams)
-        if stages > len(begins):
-            raise PlanError(
-                f"The model has {len(begins)} blocks with parameters, and the pipeline {stages} stages.",
-                found=f"{self.ranks} ranks along pp" + (f", {chunks} stages a rank" if chunks > 1 else ""),
-                hint=f"take at most {len(begins)} stages.",
-            )
-        rank_of = SCHEDULES[name].rank_of(self.ranks, chunks)
-        if split == "uniform":
-            # The remainder goes to the last parts, whatever the number of chunks.
-            found = [r for ranges in partition_uniform(len(begins), stages) for r in ranges]
-        else:
-            seconds = [_total(whole.blocks[a:b]).seconds for a, b in _ranges(begins, len(whole.blocks))]
-            found = list(balanced(seconds, stages, rank_of=rank_of))
-        return tuple(begins[start] for start, _ in found)
-
-    def _estimate(self, whole: _Whole, starts: Sequence[int]) -> Costs:
-        stages = [_total(whole.blocks[a:b]) for a, b in _ranges(starts, len(whole.blocks))]
-        sends = [self._send_s(whole.seams.bytes[at - 1] / self.stage_mesh.size) for at in starts[1:]]
-        return Costs(
-            forward=tuple(s.forward for s in stages),
-            backward_input=tuple(s.backward_input for s in stages),
-            backward_weight=tuple(s.backward_weight for s in stages),
-            send=tuple(sends),
-            held=tuple(float(s.held) for s in stages),
-            kept=tuple(float(s.held) for s in stages),
-        )
-
     @cached_property
     def _collective_costs(self) -> CollectiveCosts:
         return CollectiveCosts(self.mesh, self.cluster.sized(self.mesh.size))
@@ -546,17 +389,7 @@ class _PipelineSearch:
     def _send_s(self, nbytes: float) -> float:
         return self._collective_costs.seconds("permute", nbytes, self.mesh.names.index(AXIS))
 
-    def _caps(
-        self, whole: _Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int], budget: float
-    ) -> list[float]:
-        """Return the bytes that micro-batches in flight may take on each rank: at least those of one."""
-        static = self._static(whole, starts, rank_of)
-        return [max(budget - s, h) for s, h in zip(static, _by_rank(rank_of, costs.held), strict=True)]
-
-    def _static(self, whole: _Whole, starts: Sequence[int], rank_of: Sequence[int]) -> list[float]:
-        return _by_rank(rank_of, [_total(whole.blocks[a:b]).static for a, b in _ranges(starts, len(whole.blocks))])
-
-    def _planned(self, drawn: Sequence[_Drawn], best: PlannedPipeline | None) -> PlannedPipeline:
+    def _planned(self, drawn: Sequence[Drawn], best: PlannedPipeline | None) -> PlannedPipeline:
         """Plan the stages of pipelines in turn, while that may gain more than it costs, and return the shortest of
         those that fit, and of ``best``.
 
@@ -584,7 +417,7 @@ class _PipelineSearch:
             raise min(refused, key=lambda error: error.least_bytes)
         return best
 
-    def _with_stages(self, d: _Drawn, ends: float) -> PlannedPipeline:
+    def _with_stages(self, d: Drawn, ends: float) -> PlannedPipeline:
         """Plan the stages; again with less for each, where a rank holds more than its stages by themselves.
 
         Args:
@@ -607,7 +440,7 @@ class _PipelineSearch:
                 break  # nothing would be planned otherwise
         raise _over(found, least, self.budget)
 
-    def _within(self, d: _Drawn, room: _Room, ends: float, before: Sequence[_Staged]) -> list[_Staged]:
+    def _within(self, d: Drawn, room: _Room, ends: float, before: Sequence[_Staged]) -> list[_Staged]:
         """Plan the stages in turn, each within what the other stages of its rank leave, or as small as was found
         where that is more, and tell ``room`` of it.
 
@@ -622,7 +455,7 @@ class _PipelineSearch:
         specs: dict[str, str] = {}
         stored: dict[str, str] = {}
         shapes = [_shape(stage.graph) for stage in graphs]
-        static = [_total(d.whole.blocks[a:b]).static for a, b in _ranges(d.starts, len(d.whole.blocks))]
+        static = [total(d.whole.blocks[a:b]).static for a, b in ranges_of(d.starts, len(d.whole.blocks))]
         for s, stage in enumerate(graphs):
             self.report(f"stage {s} of {len(graphs)}, {d}")
             summing = replace(stage, graph=with_gradient_sums(stage.graph, n, self.options.dtype_of("reduce")))
@@ -667,7 +500,7 @@ class _PipelineSearch:
         memory = profile(program, graph, self.stage_mesh, options)
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
-    def _stage(self, whole: _Whole, stage: Stage, options: Options, tight: Options) -> Planned:
+    def _stage(self, whole: Whole, stage: Stage, options: Options, tight: Options) -> Planned:
         """Plan a stage as the whole or an equal stage is planned, whichever is the shortest that fits; while time is
         left, anew from there where that takes longer than one without a budget.
 
@@ -675,7 +508,7 @@ class _PipelineSearch:
             tight: options of that of the equal stages that has the least room. A new plan is for it, so that it is one
                 for all of them.
         """
-        ends, equal = now() + options.time_limit_s, self.equal.setdefault(_shape(stage.graph), [])
+        ends, equal = now() + options.time_limit_s, self.equal.setdefault((id(whole), _shape(stage.graph)), [])
 
         def taken_over(known: Known) -> Planned | None:
             return carried(known, stage.graph, self.prices, options)
@@ -724,7 +557,7 @@ class _PipelineSearch:
             found: Planned = error.leanest()
             return found
 
-    def _result(self, d: _Drawn, stages: Sequence[Stage], held: Sequence[StageBytes]) -> PlannedPipeline:
+    def _result(self, d: Drawn, stages: Sequence[Stage], held: Sequence[StageBytes]) -> PlannedPipeline:
         parts, planned = [stage.parts for stage in held], tuple(stage.planned for stage in held)
         costs = Costs(
             forward=tuple(p.forward for p in parts),
@@ -751,11 +584,11 @@ class _PipelineSearch:
             peaks,
         )
 
-    def _with_memory(self, d: _Drawn, costs: Costs, held: Sequence[StageBytes]) -> tuple[Schedule, tuple[int, ...]]:
+    def _with_memory(self, d: Drawn, costs: Costs, held: Sequence[StageBytes]) -> tuple[Schedule, tuple[int, ...]]:
         """Return the schedule for these stages, and the peaks of its ranks: as it was drawn or, of listed ones, made
         anew from what the stages cost and hold, whichever is shorter."""
-        caps = self._caps(d.whole, d.starts, costs, d.schedule.rank_of, self.budget)
-        least = self._caps(d.whole, d.starts, costs, d.schedule.rank_of, 0.0)
+        caps = self.drawing.caps(d.whole, d.starts, costs, d.schedule.rank_of, self.budget)
+        least = self.drawing.caps(d.whole, d.starts, costs, d.schedule.rank_of, 0.0)
         found = [self._with_less(d.schedule, held)]
         while d.schedule.name == "listed":
             made = d.schedule
@@ -822,33 +655,6 @@ def _block_of(graph: Graph, places: Seams) -> dict[str, int]:
             if made:
                 found[node.name] = max(made)
     return found
-
-
-def _first_blocks(graph: Graph, places: Seams) -> tuple[int, ...]:
-    """Return the blocks that a stage may begin with: the first, and those with parameters.
-
-    So each stage has some, and an optimizer on each rank something to step.
-    """
-    given = {i.node for i in graph.inputs if i.kind == "parameter"}
-    reading = (n for n in graph.nodes if n.phase == "forward" and any(v.node in given for v in n.inputs))
-    found = {places.block_of[n.name] for n in reading if n.name in places.block_of}
-    return tuple(sorted({0, *(found - {min(found)} if found else ())}))
-
-
-def _ranges(starts: Sequence[int], blocks: int) -> list[tuple[int, int]]:
-    return list(zip(starts, [*starts[1:], blocks], strict=True))
-
-
-def _by_rank(rank_of: Sequence[int], of_stages: Sequence[float]) -> list[float]:
-    """Return the sums over the stages of each rank."""
-    found = [0.0] * (max(rank_of) + 1)
-    for rank, amount in zip(rank_of, of_stages, strict=True):
-        found[rank] += amount
-    return found
-
-
-def _total(blocks: Sequence[BlockCosts]) -> BlockCosts:
-    return sum(blocks, BlockCosts())
 
 
 def _over(found: PlannedPipeline, least: int, budget: float) -> InfeasibleError:
