@@ -171,6 +171,7 @@ class SearchState:
         bound: seconds that no plan can beat.
         cutoff: seconds of a plan that is known from elsewhere, which a better one has to beat.
         free: the optimum without a budget.
+        given: whether choices of another plan stand for it.
         free_s: work that it took.
         joint: the objective over decisions with reruns.
         listed_s: work that listing its decisions took.
@@ -188,6 +189,7 @@ class SearchState:
     bound: float = 0.0
     cutoff: float = math.inf
     free: Result | None = None
+    given: bool = False
     free_s: float = 0.0
     joint: Objective | None = None
     listed_s: float = 0.0
@@ -223,8 +225,11 @@ class SearchState:
         return state
 
     def free_comes_first(self, search: Search) -> bool:
-        """Whether the optimum without a budget holds so little beyond it that its shardings are tried first."""
-        return self.free is not None and self.free.memory.peak_bytes <= settings.FREE_FIRST * search.budget
+        """Whether the optimum without a budget is given, or holds so little beyond it, that its shardings are tried
+        first."""
+        if self.free is None:
+            return False
+        return self.given or self.free.memory.peak_bytes <= settings.FREE_FIRST * search.budget
 
     def wanted_gap(self, search: Search) -> float:
         """The relative gap at which it pays to end."""
