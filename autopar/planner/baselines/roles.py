@@ -95,6 +95,11 @@ def baselines(mesh: Mesh) -> tuple[Baseline, ...]:
             Baseline("FSDP x TP+SP", data=outer, stored=outer, tensor=inner, sequence=True),
             Baseline("FSDP x CP", data=outer, stored=axes, context=inner),
         ]
+    if len(axes) > 2:
+        data, context = outer[:-1], outer[-1:]
+        found.append(
+            Baseline("FSDP x CP x TP+SP", data=data, stored=outer, tensor=inner, sequence=True, context=context)
+        )
     found.append(Baseline("CP", stored=axes, context=axes))
     for name, experts in (("EP x FSDP", axes), *((f"EP over axis {a} x FSDP", (a,)) for a in axes if outer)):
         found.append(Baseline(name, data=axes, stored=axes, experts=experts))
