@@ -155,7 +155,9 @@ def test_batch_sequence_and_weights_are_each_cut_over_an_axis():
     assert str(plan.specs["model.layers.0"]) == "S0S12R"
     assert {plan.specs[n].ways(plan.mesh) for n in plan.parameters if plan.specs[n].ndim == 2} == {8}
     loss = copy.deepcopy(module)(**inputs)
-    torch.testing.assert_close(autopar.simulate(module, inputs, plan=plan).outputs["loss"], loss.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        autopar.simulate(module, inputs, plan=plan).outputs["loss"], loss.loss, rtol=1e-5, atol=0
+    )
 
 
 def test_a_baseline_that_does_not_apply_is_refused():
