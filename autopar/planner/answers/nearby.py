@@ -48,25 +48,6 @@ def replan_nearby(
     kept, budget = _open_options(planned, d), budget_bytes(cluster, options)
     active_set = ActiveSet(d, options)
     active_set.add_peaks_of(planned.program, planned.memory.timeline, budget, objective.depth)
-    found = solved_within(objective, kept, active_set, options, budget, limit_s, "near another plan")
-    return None if found is None else with_candidate(planned, found)
-
-
-def solved_within(
-    objective: Objective,
-    kept: Open,
-    active_set: ActiveSet,
-    options: Options,
-    budget: float,
-    limit_s: float,
-    method: str,
-) -> Candidate | None:
-    """Return the best choice among the options ``kept`` whose program fits; None where none is found.
-
-    Args:
-        limit_s: seconds for each round.
-    """
-    d = objective.decisions
     for _ in range(MAX_ROUNDS):
         problem = active_set.extend(objective.problem(active_set.usages(), budget))
         solved = solve_open(problem, kept, limit_s, options.solver, options.gap)
@@ -75,7 +56,9 @@ def solved_within(
         choice = active_set.restrict(solved)
         program, memory = scheduled(d, choice, objective.prices, options, budget)
         if memory.peak_bytes <= budget:
-            return candidate_of(objective, choice, program, memory, options, method)
+            return with_candidate(
+                planned, candidate_of(objective, choice, program, memory, options, "near another plan")
+            )
         if not active_set.separate(choice, program, memory.timeline, budget):
             return None
     return None
