@@ -13,8 +13,13 @@ from torch import Tensor, nn
 import autopar
 from autopar import AutoparError, Pipeline, PipelinePlan
 from autopar.cli.plan import pipeline_of
+from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, without_axis
+from autopar.planner import Options
+from autopar.planner.pipeline import search
+from autopar.planner.pipeline.search import BY_HAND, pipelines_by_hand
 from autopar.plans.pipeline import load_plan
+from autopar.tracer import ColoTracer
 from tests.multiprocess.training_models import llama, seeded, tokens
 
 LAYERS, WIDTH, BATCH = 6, 32, 16
@@ -176,6 +181,42 @@ def test_pipelines_by_hand_stand_beside_the_plan() -> None:
     names = [row.name for row in compared.baselines]
     assert "1f1b, DDP" in names and "gpipe, ZeRO-3" in names and "interleaved, TP" in names
     assert all(compared.rows[0].step_time <= 1.01 * row.step_time for row in compared.baselines if row.fits)
+
+
+ON = Mesh((2, 2), ("pp", "dp")), Cluster.load("dgx-h100").sized(4)
+
+
+def graph() -> Graph:
+    return ColoTracer().capture(Model(), inputs()).graph
+
+
+def test_each_pipeline_by_hand_has_the_schedule_of_its_name() -> None:
+    found = dict(pipelines_by_hand(graph(), *ON, Options(), 4))
+    assert {name.split(", ")[0] for name in found} == set(BY_HAND)
+    assert all(pipeline.schedule.name == name.split(", ")[0] for name, pipeline in found.items())
+
+
+def searching(mesh: Mesh = ON[0], **options: Any) -> search._PipelineSearch:
+    cluster = Cluster.load("dgx-h100").sized(mesh.size)
+    return search._PipelineSearch(graph(), mesh, cluster, Options(**options), Pipeline(), lambda _: None)
+
+
+def test_micro_batches_that_the_longest_axis_divides_come_first() -> None:
+    assert list(searching(Mesh((2, 8), ("pp", "dp")))._micro_batch_counts()) == [2, 4, 8, 16]
+    assert next(searching(Mesh((2, 2), ("pp", "dp")))._micro_batch_counts()) == 4
+
+
+def test_a_pipeline_that_does_not_fit_is_estimated_with_what_it_recomputes() -> None:
+    free = searching()
+    whole = free._whole(4, None)
+    drawn = {str(d): d for d in free.drawing.drawn(whole)}
+    for name in ("gpipe", "1f1b", "zb"):
+        before = drawn[f"{name} of 4 micro-batches"]
+        budget = int(0.99 * max(before.peaks))
+        tight = searching(memory_budget_bytes=budget).drawing.drawn(whole)
+        after = next(d for d in tight if str(d) == str(before))
+        assert max(after.peaks) == pytest.approx(budget)
+        assert before.seconds < after.seconds < 4 / 3 * before.seconds
 
 
 def test_parameters_keep_constraints_in_the_stage_that_has_them() -> None:

@@ -70,7 +70,7 @@ UNLIMITED = 2**60
 
 STAGE_SHARE, STAGE_S = 0.25, 8.0
 """Share of the time left for the plan of one stage, which equal ones share; and seconds at least, since a pipeline of
-which one stage does not fit is none."""
+which one stage does not fit is none. Those of Llama 3 405B on 32 x 4 x 8 took 6 to 10 s each."""
 
 ROUNDS = 3
 """Times that stages are planned: what a rank holds beside its stages, such as messages, is known after the first."""
@@ -228,6 +228,7 @@ class _PipelineSearch:
     report: Progress
     wholes: dict[tuple[int, float | None], Whole] = field(default_factory=dict)
     equal: dict[object, list[_Equal]] = field(default_factory=dict)
+    refused: list[InfeasibleError] = field(default_factory=list)
     ends: float = math.inf
 
     def __post_init__(self) -> None:
@@ -249,7 +250,7 @@ class _PipelineSearch:
     def budget(self) -> float:
         return budget_bytes(self.cluster, self.options)
 
-    @cached_property
+    @property
     def drawing(self) -> Drawing:
         return Drawing(self.asked, self.ranks, self.stage_mesh, self.budget, self._send_s)
 
@@ -263,17 +264,19 @@ class _PipelineSearch:
 
     def run(self) -> PlannedPipeline:
         self.ends = now() + self.options.time_limit_s
+        self.refused.clear()
         drawn = self._drawn_without_budget()
         shortest = min(drawn, key=lambda d: d.seconds)
         best: PlannedPipeline | None = None
         if fitting := self.drawing.fitting(drawn):
-            with contextlib.suppress(InfeasibleError):
-                best = self._planned(fitting, None)
+            best = self._planned(fitting, None)
         if best is None or self._may_be_shorter(fitting[0].seconds, shortest.seconds):
             more = self.drawing.drawn(self._whole(shortest.schedule.micro_batches, self.budget * self.ranks))
             drawn += more
             leanest = sorted(drawn, key=lambda d: max(d.peaks)) if best is None else []
             best = self._planned(self.drawing.fitting(more) or leanest, best)
+        if best is None:
+            raise min(self.refused, key=lambda error: error.least_bytes)
         others = {str(d): d.seconds for d in sorted(drawn, key=lambda d: -d.seconds)}
         return replace(best, considered=tuple(sorted(others.items(), key=lambda o: o[1])[:CONSIDERED]))
 
@@ -303,7 +306,7 @@ class _PipelineSearch:
         return drawn
 
     def _may_be_shorter(self, seconds: float, least_s: float) -> bool:
-        """Whether a pipeline that takes ``seconds`` is worth the time that is left, where one takes ``least_s``."""
+        """Whether the time that is left is well spent on a pipeline of ``least_s``, where one takes ``seconds``."""
         left_s = self.ends - now()
         return NEARLY * least_s < seconds and 0 < left_s < (seconds - least_s) * self.options.training_steps
 
@@ -389,19 +392,14 @@ class _PipelineSearch:
     def _send_s(self, nbytes: float) -> float:
         return self._collective_costs.seconds("permute", nbytes, self.mesh.names.index(AXIS))
 
-    def _planned(self, drawn: Sequence[Drawn], best: PlannedPipeline | None) -> PlannedPipeline:
+    def _planned(self, drawn: Sequence[Drawn], best: PlannedPipeline | None) -> PlannedPipeline | None:
         """Plan the stages of pipelines in turn, while that may gain more than it costs, and return the shortest of
-        those that fit, and of ``best``.
-
-        Raises:
-            InfeasibleError: none fits.
-        """
-        refused: list[InfeasibleError] = []
-        began = now()
+        those that fit, and of ``best``; None if none fits."""
+        refused, began = len(self.refused), now()
         ends = max(self.ends, began + STAGES_SHARE * self.options.time_limit_s)
         for d in drawn[:TRIED]:
             took_s, began = now() - began, now()
-            if (best is not None or refused) and began > ends:
+            if (best is not None or len(self.refused) > refused) and began > ends:
                 break
             gain_s = math.inf if best is None else best.seconds - d.seconds
             if gain_s <= 0 or gain_s * self.options.training_steps < took_s:
@@ -409,12 +407,10 @@ class _PipelineSearch:
             try:
                 found = self._with_stages(d, ends)
             except InfeasibleError as error:
-                refused.append(error)
+                self.refused.append(error)
                 continue
             if best is None or found.seconds < best.seconds:
                 best = found
-        if best is None:
-            raise min(refused, key=lambda error: error.least_bytes)
         return best
 
     def _with_stages(self, d: Drawn, ends: float) -> PlannedPipeline:
