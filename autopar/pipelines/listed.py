@@ -203,9 +203,9 @@ class _Greedy:
     def _has_room(self, stage: int, rank: int) -> bool:
         if self._in_flight(stage) >= self.depths[stage]:
             return False
-        held = self.held[rank] + self.costs.held[stage]
         if self.room[rank] == inf:
             return True
+        held = self.held[rank] + self.costs.held[stage]
         for later in self.stages_of[rank]:
             if later > stage and not self._in_flight(later):
                 held += self.costs.held[later]

@@ -85,10 +85,7 @@ class Costs:
         """By stage: a micro-batch's seconds from there to the end and back, over those that the slowest rank needs for
         one. So many in flight keep that rank busy."""
         work = [f + i + w for f, i, w in zip(self.forward, self.backward_input, self.backward_weight, strict=True)]
-        loads = [0.0] * (max(rank_of) + 1)
-        for seconds, rank in zip(work, rank_of, strict=True):
-            loads[rank] += seconds
-        period = max(loads)
+        period = max(by_rank(rank_of, work))
         return tuple(sum(work[stage:]) / period if period else inf for stage in range(self.stages))
 
     @property
@@ -98,6 +95,14 @@ class Costs:
 
     def tails(self, ranks: int) -> tuple[float, ...]:
         return self.tail or (0.0,) * ranks
+
+
+def by_rank(rank_of: Sequence[int], of_stages: Sequence[float]) -> list[float]:
+    """Return the sums over the stages of each rank."""
+    found = [0.0] * (max(rank_of) + 1)
+    for rank, amount in zip(rank_of, of_stages, strict=True):
+        found[rank] += amount
+    return found
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def best_cuts(
     allowed: Collection[int] | None = None,
     rank_of: Sequence[int] | None = None,
 ) -> list[Cut]:
-    """The ``k`` cuts of a chain into non-empty parts whose slowest rank is fastest, and of equal ones the most even.
+    """The ``k`` cuts of a chain into non-empty parts whose slowest rank is fastest, and of equal ones those of
+    the most even ranks, and then parts.
 
     Exact where each rank has one part, in O(parts * blocks^2) for small ``k``, and elsewhere up to ``FEW_CUTS`` cuts.
 

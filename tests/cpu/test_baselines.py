@@ -122,7 +122,8 @@ REST = [
     (m, n)
     for m in ("gpt2", "cnn", "t5", "mixtral")
     for n in sorted(NAMES)
-    if (m, n) not in QUICK and not n.startswith("EP")  # test_routed_experts.py has these
+    # test_routed_experts.py has experts; and four ranks cannot cut six tokens, test_context_parallel.py has more.
+    if (m, n) not in QUICK and not n.startswith("EP") and n != "CP"
 ]
 
 
@@ -134,8 +135,7 @@ def test_a_baseline_computes_what_one_device_does(model: str, name: str):
     try:
         plan = autopar.plan(module, inputs, mesh=(2, 2), cluster="dgx-h100", search=f"baseline:{name}")
     except PlanError as error:
-        # Images have no sequence, and one of six tokens is not cut over four ranks.
-        assert name == "CP" or (model == "cnn" and ("SP" in name or "CP" in name)), error  # noqa: PT017
+        assert model == "cnn" and ("SP" in name or "CP" in name), error  # noqa: PT017  images have no sequence
         return
     alone = copy.deepcopy(module)
     output = alone(**inputs)

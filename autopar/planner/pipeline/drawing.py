@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir import Graph
 from autopar.mesh import Mesh
 from autopar.pipelines.actions import Schedule
-from autopar.pipelines.makespan import Costs, peak_bytes, simulate
+from autopar.pipelines.makespan import Costs, by_rank, peak_bytes, simulate
 from autopar.pipelines.orders import SCHEDULES, schedule
 from autopar.pipelines.partition import balanced, partition_uniform
 from autopar.pipelines.request import AUTO, Pipeline
@@ -25,7 +25,8 @@ CHUNKS_TRIED = (1, 2, 4)
 
 NEARLY = 1.05
 """A pipeline estimated to hold up to this many times the budget may fit, since its stages are planned exactly
-afterwards; and one that fits is good enough if it takes up to this many times as long as the shortest."""
+afterwards; and one that fits is good enough if it takes up to this many times as long as the shortest. So is the plan
+of a stage."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Drawing:
         depths = [math.ceil(min(m, depth)) for depth in costs.depths(rank_of)]
 
         def held_at_most(costs: Costs) -> Sequence[float]:
-            return _by_rank(rank_of, [k * held for k, held in zip(depths, costs.held, strict=True)])
+            return by_rank(rank_of, [k * held for k, held in zip(depths, costs.held, strict=True)])
 
         lean = self._recomputing(whole, starts, costs, rank_of, held_at_most)
         ways = [drawn(each) for each in dict.fromkeys((costs, lean))]
@@ -203,10 +204,10 @@ class Drawing:
     ) -> list[float]:
         """Return the bytes that micro-batches in flight may take on each rank: at least those of one."""
         static = self._static(whole, starts, rank_of)
-        return [max(budget - s, h) for s, h in zip(static, _by_rank(rank_of, costs.held), strict=True)]
+        return [max(budget - s, h) for s, h in zip(static, by_rank(rank_of, costs.held), strict=True)]
 
     def _static(self, whole: Whole, starts: Sequence[int], rank_of: Sequence[int]) -> list[float]:
-        return _by_rank(rank_of, [total(whole.blocks[a:b]).static for a, b in ranges_of(starts, len(whole.blocks))])
+        return by_rank(rank_of, [total(whole.blocks[a:b]).static for a, b in ranges_of(starts, len(whole.blocks))])
 
 
 def _first_blocks(graph: Graph, places: Seams) -> tuple[int, ...]:
@@ -221,16 +222,10 @@ def _first_blocks(graph: Graph, places: Seams) -> tuple[int, ...]:
 
 
 def ranges_of(starts: Sequence[int], blocks: int) -> list[tuple[int, int]]:
+    """Return the first block of each stage, and the one behind its last."""
     return list(zip(starts, [*starts[1:], blocks], strict=True))
 
 
-def _by_rank(rank_of: Sequence[int], of_stages: Sequence[float]) -> list[float]:
-    """Return the sums over the stages of each rank."""
-    found = [0.0] * (max(rank_of) + 1)
-    for rank, amount in zip(rank_of, of_stages, strict=True):
-        found[rank] += amount
-    return found
-
-
 def total(blocks: Sequence[BlockCosts]) -> BlockCosts:
+    """Return what blocks cost together."""
     return sum(blocks, BlockCosts())

@@ -127,8 +127,8 @@ class Given:
         if choice is None or not math.isfinite(objective.seconds(choice)):
             return state
         found = search.measure(objective, choice, self.name, search.budget)
-        state = replace(state, free=found, given=True, free_s=now() - began)
-        state = replace(state, hideable_s=forward_seconds(found.program))
+        hideable_s = forward_seconds(found.program)
+        state = replace(state, free=found, given=True, free_s=now() - began, hideable_s=hideable_s)
         return state.with_plan(search, found)
 
 
