@@ -91,6 +91,14 @@ class Schedule:
         ]
         return replace(self, order=tuple(whole))
 
+    def with_last_backwards_split(self) -> Schedule:
+        """The schedule where the last backward of every stage but the first gives its gradient away before the
+        gradients of its weights, and what is done with them once for all micro-batches."""
+        last = {action.stage: action for row in self.order for action in row if action.kind in "BW"}
+        apart = {action for action in last.values() if action.kind == "B" and action.stage}
+        order = (chain.from_iterable(_in_two(a) if a in apart else (a,) for a in row) for row in self.order)
+        return replace(self, order=tuple(map(tuple, order))) if apart else self
+
     def to_text(self) -> str:
         """One line of comma-separated actions for each rank, as torch.distributed.pipelining reads them."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.order)
@@ -207,6 +215,10 @@ class Schedule:
 
     def _error(self, what: str, *, found: str, hint: str) -> PlanError:
         return PlanError(f"The pipeline schedule {self.name!r} {what}.", found=found, hint=hint)
+
+
+def _in_two(backward: Action) -> tuple[Action, Action]:
+    return backward._replace(kind="I"), backward._replace(kind="W")
 
 
 def _event(action: Action) -> Action | None:

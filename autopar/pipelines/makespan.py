@@ -85,8 +85,9 @@ class Costs:
         """By stage: a micro-batch's seconds from there to the end and back, over those that the slowest rank needs for
         one. So many in flight keep that rank busy."""
         work = [f + i + w for f, i, w in zip(self.forward, self.backward_input, self.backward_weight, strict=True)]
-        period = max(by_rank(rank_of, work))
-        return tuple(sum(work[stage:]) / period if period else inf for stage in range(self.stages))
+        period, on_the_way = max(by_rank(rank_of, work)), [2 * seconds for seconds in self.delays(rank_of)]
+        seconds = (sum(work[stage:]) + sum(on_the_way[stage:]) for stage in range(self.stages))
+        return tuple(each / period if period else inf for each in seconds)
 
     @property
     def every_action_alike(self) -> bool:
@@ -138,7 +139,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         "W": costs.backward_weight,
         "B": tuple(i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)),
     }
-    last = set(_last_backwards(schedule)) if any(costs.last_backward) else set()
+    last = set(last_backwards(schedule)) if any(costs.last_backward) else set()
     forward_ends = [0.0] * (schedule.stages * count)
     gradient_ends = list(forward_ends)
     free, busy = [0.0] * schedule.ranks, [0.0] * schedule.ranks
@@ -172,7 +173,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(total, starts, ends, tuple(busy), bubble)
 
 
-def _last_backwards(schedule: Schedule) -> list[Action]:
+def last_backwards(schedule: Schedule) -> list[Action]:
     """The last B or W of each stage, in its rank's order."""
     last = {action.stage: action for row in schedule.order for action in row if action.kind in "BW"}
     return list(last.values())

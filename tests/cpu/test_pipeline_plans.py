@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ from torch import Tensor, nn
 import autopar
 from autopar import AutoparError, Pipeline, PipelinePlan
 from autopar.cli.plan import pipeline_of
+from autopar.errors import PlanError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, without_axis
+from autopar.pipelines.makespan import simulate
 from autopar.planner import Options
+from autopar.planner.baselines.roles import baselines
 from autopar.planner.pipeline import search
 from autopar.planner.pipeline.search import BY_HAND, pipelines_by_hand
 from autopar.plans.pipeline import load_plan
@@ -217,6 +222,28 @@ def test_a_pipeline_that_does_not_fit_is_estimated_with_what_it_recomputes() -> 
         after = next(d for d in tight if str(d) == str(before))
         assert max(after.peaks) == pytest.approx(budget)
         assert before.seconds < after.seconds < 4 / 3 * before.seconds
+
+
+def test_the_whole_is_planned_at_no_more_than_the_known_ways_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = searching()._whole(4, None).planned
+    for baseline in baselines(searching().stage_mesh):
+        known = searching(search=f"baseline:{baseline.name}")
+        with contextlib.suppress(PlanError):
+            assert chosen.solution.objective <= known._whole(4, None).planned.solution.objective * (1 + 1e-6)
+    # Even where no time is left to search.
+    monkeypatch.setattr(search, "FREE_SHARE", 1e-9)
+    hurried = searching()._whole(4, None).planned
+    fsdp = searching(search="baseline:ZeRO-3")._whole(4, None).planned
+    assert hurried.solution.objective <= fsdp.solution.objective * (1 + 1e-6)
+
+
+def test_an_estimate_counts_what_is_gathered_and_delivered_once_a_step() -> None:
+    wanted = searching(search="baseline:ZeRO-1/2")
+    whole = wanted._whole(4, None)
+    drawn = next(d for d in wanted.drawing.drawn(whole) if d.schedule.name == "1f1b")
+    assert min(drawn.costs.last_backward) > 0
+    rest = replace(drawn.costs, last_backward=(0.0,) * 2, first_forward=(0.0,) * 2)
+    assert simulate(drawn.schedule, rest).seconds < drawn.seconds
 
 
 def test_parameters_keep_constraints_in_the_stage_that_has_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 import autopar
+from autopar.pipelines.actions import Action
+from autopar.pipelines.orders import SCHEDULES
 from autopar.pipelines.request import Pipeline
+from autopar.planner.pipeline import drawing, search
 from tests.multiprocess.training_models import distance, gpt2, llama, seeded, tokens
 
 FLOAT = 1e-5
@@ -43,6 +47,16 @@ def test_a_tied_model_beside_data_parallelism() -> None:
     model, batch = seeded(gpt2), _uneven(seeded(tokens))
     _, run = _simulated(model, batch, {"pp": 2, "dp": 2}, Pipeline(micro_batches=4, schedule="1f1b"))
     _check(model, batch, run)
+
+
+def test_last_backwards_that_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SPLIT_GAIN", -math.inf)
+    monkeypatch.setattr(drawing, "SCHEDULES", {"1f1b": SCHEDULES["1f1b"]})
+    model, batch = seeded(lambda: llama(num_hidden_layers=4)), _uneven(seeded(tokens))
+    plan, run = _simulated(model, batch, {"pp": 2, "dp": 2}, Pipeline(micro_batches=4))
+    assert plan.schedule.order[1][-3:] == (Action("F", 1, 3), Action("I", 1, 3), Action("W", 1, 3))
+    _check(model, batch, run)
+    assert all(held <= told for held, told in zip(run.peaks, plan.peaks, strict=True))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -190,6 +191,24 @@ def test_ranks_that_do_not_split_backwards_hold_no_more(p: int, m: int):
         costs = even(made.stages)
         assert all(a <= b for a, b in zip(peak_bytes(whole, costs), peak_bytes(made, costs), strict=True))
         assert simulate(whole, costs).seconds >= simulate(made, costs).seconds - 1e-9
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_what_follows_the_last_backward_is_in_no_other_ranks_way_once_it_is_split(p: int, m: int):
+    for made in (gpipe(p, m), one_f_one_b(p, m)):
+        split = made.with_last_backwards_split()
+        split.check()
+        assert [a for row in split.order for a in row if a.kind in "IW"] == [
+            Action(kind, stage, m - 1) for stage in range(1, p) for kind in "IW"
+        ]
+        costs = even(p)
+        assert simulate(split, costs).seconds <= simulate(made, costs).seconds + 1e-9
+        delivering = replace(costs, last_backward=(100.0,) * p)
+        in_turn, at_once = (simulate(each, delivering).seconds for each in (made, split))
+        assert in_turn - simulate(made, costs).seconds >= 100.0 * p - 1e-9
+        assert at_once - simulate(split, costs).seconds <= 100.0 + 1e-9
+    split = zero_bubble_v(p, m)
+    assert split.with_last_backwards_split() is split
 
 
 def test_zb_h1_of_three_stages_and_four_micro_batches_does_not_split_the_first_stage():

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 from autopar.ir import Graph
 from autopar.mesh import Mesh
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.graphs.accumulation import accumulated_sums, accumulation_program
 from autopar.planner.options import Options
-from autopar.planner.schedule.timeline import simulate_streams
-from autopar.program import Program
+from autopar.planner.schedule.timeline import Event, simulate_streams
+from autopar.program import Op, Program
 
 
 @dataclass
@@ -21,6 +21,8 @@ class BlockCosts:
     Args:
         static: bytes of its parameters with their optimizer state, gradients and sums, and of what all micro-batches of
             a call share.
+        once: seconds of what runs once for all micro-batches, on the busiest stream.
+        delivery: the same of what the last micro-batch does besides, to give the sums to the parameters.
     """
 
     forward: float = 0.0
@@ -28,19 +30,20 @@ class BlockCosts:
     backward_weight: float = 0.0
     held: int = 0
     static: int = 0
+    once: float = 0.0
+    delivery: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        return self.backward_input + self.backward_weight
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward_input + self.backward_weight
+        return self.forward + self.backward
 
     def __add__(self, other: BlockCosts) -> BlockCosts:
-        return BlockCosts(
-            self.forward + other.forward,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
-            self.held + other.held,
-            self.static + other.static,
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return BlockCosts(*(mine + others for mine, others in pairs))
 
 
 @dataclass
@@ -70,6 +73,11 @@ def block_costs(
     adding = accumulation_program(program, graph) if accumulated_sums(graph) else program
     walk = _Walk(program, graph, block_of, [BlockCosts() for _ in range(max(block_of.values(), default=0) + 1)])
     _add_seconds(walk, adding, overlap)
+    every_time = {op.name for op in adding.ops}
+    for node, seconds in _on_busiest_stream([op for op in program.ops if op.name in program.once]):
+        walk.at(node).once += seconds
+    for node, seconds in _on_busiest_stream([op for op in program.ops if op.name not in every_time]):
+        walk.at(node).delivery += seconds
     _add_bytes(walk, mesh, options)
     return tuple(walk.found)
 
@@ -93,6 +101,18 @@ def _add_seconds(walk: _Walk, program: Program, overlap: float) -> None:
             costs.backward_input += spent
         else:
             costs.backward_weight += spent
+
+
+def _on_busiest_stream(ops: Collection[Op]) -> Iterator[tuple[str, float]]:
+    """Yield nodes with the seconds of their ops on the stream that is busy for longest, while the others are beside
+    it."""
+    streams: dict[tuple[int, ...], list[Op]] = {}
+    for op in ops:
+        streams.setdefault(Event.of(op).queue, []).append(op)
+    for op in max(streams.values(), key=lambda found: sum(op.seconds for op in found), default=[]):
+        for tensor in op.writes:  # of a bucket several nodes have a part
+            node = tensor.name.partition("|")[0].partition(".")[0] if op.bucket else op.node
+            yield node, op.seconds * tensor.bytes / max(sum(t.bytes for t in op.writes), 1)
 
 
 def _nodes_before_another_block(graph: Graph, block_of: Mapping[str, int]) -> frozenset[str]:

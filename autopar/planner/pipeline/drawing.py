@@ -37,6 +37,7 @@ class Whole:
         planned: of a deep model that of fewer layers.
         like: for each node of a layer that is not planned itself the one that stands for it.
         bound: seconds that no plan of the whole can beat, whatever it holds.
+        working: bytes that a rank holds at its peak beside what stays and what micro-batches in flight hold.
     """
 
     micro: MicroBatch
@@ -45,6 +46,7 @@ class Whole:
     like: Mapping[str, str]
     blocks: tuple[BlockCosts, ...]
     bound: float
+    working: float
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,10 @@ class Drawing:
             made = schedule(name, self.ranks, m, chunks, costs, caps)
             if name != "listed":  # which holds no more than it may
                 costs = self._recomputing(whole, starts, costs, rank_of, partial(peak_bytes, made))
-            static = self._static(whole, starts, rank_of)
-            peaks = tuple(map(sum, zip(static, peak_bytes(made, costs), strict=True)))
-            return Drawn(whole, starts, made, costs, simulate(made, costs).seconds, peaks)
+            beside = self._beside(whole, starts, rank_of)
+            peaks = tuple(map(sum, zip(beside, peak_bytes(made, costs), strict=True)))
+            ways = [made, made.with_last_backwards_split()] if self.asked.schedule == AUTO else [made]
+            return Drawn(whole, starts, made, costs, min(simulate(way, costs).seconds for way in ways), peaks)
 
         if name != "listed":
             return drawn(costs)
@@ -150,8 +153,8 @@ class Drawing:
             min(sum(entering[a:b]) / self.stage_mesh.size, h) for (a, b), h in zip(ranges, costs.held, strict=True)
         ]
         leanest = replace(costs, held=tuple(least), kept=tuple(least))
-        static, share = self._static(whole, starts, rank_of), []
-        for one, most, lean in zip(static, in_flight_bytes(costs), in_flight_bytes(leanest), strict=True):
+        beside, share = self._beside(whole, starts, rank_of), []
+        for one, most, lean in zip(beside, in_flight_bytes(costs), in_flight_bytes(leanest), strict=True):
             over = one + most - self.budget
             share.append(min(over / (most - lean), 1.0) if over > 0 and most > lean else 0.0)
         again = [share[rank] for rank in rank_of]
@@ -188,8 +191,13 @@ class Drawing:
         return tuple(begins[start] for start, _ in found)
 
     def _estimate(self, whole: Whole, starts: Sequence[int]) -> Costs:
-        stages = [total(whole.blocks[a:b]) for a, b in ranges_of(starts, len(whole.blocks))]
+        ranges = ranges_of(starts, len(whole.blocks))
+        stages = [total(whole.blocks[a:b]) for a, b in ranges]
         sends = [self.send_s(whole.seams.bytes[at - 1] / self.stage_mesh.size) for at in starts[1:]]
+        # Gradients are delivered beside the backward of the blocks before, so those of the first block cannot hide.
+        hidden = [
+            min(s.backward, s.delivery - whole.blocks[a].delivery) for s, (a, _) in zip(stages, ranges, strict=True)
+        ]
         return Costs(
             forward=tuple(s.forward for s in stages),
             backward_input=tuple(s.backward_input for s in stages),
@@ -197,17 +205,21 @@ class Drawing:
             send=tuple(sends),
             held=tuple(float(s.held) for s in stages),
             kept=tuple(float(s.held) for s in stages),
+            last_backward=tuple(s.delivery - beside for s, beside in zip(stages, hidden, strict=True)),
+            first_forward=tuple(s.once for s in stages),
         )
 
     def caps(
         self, whole: Whole, starts: Sequence[int], costs: Costs, rank_of: Sequence[int], budget: float
     ) -> list[float]:
         """Return the bytes that micro-batches in flight may take on each rank: at least those of one."""
-        static = self._static(whole, starts, rank_of)
-        return [max(budget - s, h) for s, h in zip(static, by_rank(rank_of, costs.held), strict=True)]
+        beside = self._beside(whole, starts, rank_of)
+        return [max(budget - s, h) for s, h in zip(beside, by_rank(rank_of, costs.held), strict=True)]
 
-    def _static(self, whole: Whole, starts: Sequence[int], rank_of: Sequence[int]) -> list[float]:
-        return by_rank(rank_of, [total(whole.blocks[a:b]).static for a, b in ranges_of(starts, len(whole.blocks))])
+    def _beside(self, whole: Whole, starts: Sequence[int], rank_of: Sequence[int]) -> list[float]:
+        """Return the bytes of each rank that no micro-batch in flight holds."""
+        static = by_rank(rank_of, [total(whole.blocks[a:b]).static for a, b in ranges_of(starts, len(whole.blocks))])
+        return [whole.working + size for size in static]
 
 
 def _first_blocks(graph: Graph, places: Seams) -> tuple[int, ...]:

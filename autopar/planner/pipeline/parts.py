@@ -23,6 +23,7 @@ class Parts:
         backward_input: seconds of the backward up to the gradients that the stage before waits for.
         backward_weight: seconds of the rest of the backward, which adds to accumulators.
         delivery: seconds that the last micro-batch's backward takes besides, to give the sums to the parameters.
+        delivery_apart: the same where it is split, and beside the backward of the weights alone.
         once: seconds of what runs once for all micro-batches of a call.
         held: bytes that a micro-batch keeps between its forward and its backward.
         held_once: bytes of what all micro-batches of a call share.
@@ -33,6 +34,7 @@ class Parts:
     backward_input: float
     backward_weight: float
     delivery: float
+    delivery_apart: float
     once: float
     held: int
     held_once: int
@@ -53,13 +55,19 @@ def parts_of(program: Program, graph: Graph, mesh: Mesh, options: Options, overl
     backward = [op for op in adding.ops if op.phase == "backward"]
     inputs_s = _seconds((op for op in backward if op.name not in weights), overlap)
     whole_s = _seconds(backward, overlap)
-    last_s = simulate_streams(program, overlap).seconds - once_s if several else forward + whole_s
+    weights_s = max(whole_s - inputs_s, 0.0)
+    last_s, last_weights_s = forward + whole_s, weights_s
+    if several:
+        last = weight_ops(program)
+        last_s = simulate_streams(program, overlap).seconds - once_s
+        last_weights_s = _seconds((op for op in program.ops if op.phase == "backward" and op.name in last), overlap)
     held, held_once = saved_bytes(program, graph, mesh, options)
     return Parts(
         forward,
         min(inputs_s, whole_s),
-        max(whole_s - inputs_s, 0.0),
+        weights_s,
         max(last_s - forward - whole_s, 0.0),
+        max(last_weights_s - weights_s, 0.0),
         once_s,
         held,
         held_once,

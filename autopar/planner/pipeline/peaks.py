@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from autopar.mesh import Mesh
@@ -42,8 +43,14 @@ class StageBytes:
     mesh: Mesh
     options: Options
 
-    def alone(self, *, split: bool) -> Alone:
-        return self._alone_in_two if split else self._alone_in_one
+    def alone(self, kinds: Collection[Kind]) -> Alone:
+        """Return what the stage holds by itself in a schedule that has it run these kinds of actions."""
+        if "I" not in kinds:
+            return self._alone_in_one
+        if "B" not in kinds:
+            return self._alone_in_two
+        one, two = self._alone_in_one, self._alone_in_two
+        return Alone({**two.during, "B": one.during["B"]}, max(one.step, two.step))
 
     @cached_property
     def _alone_in_one(self) -> Alone:
@@ -104,7 +111,9 @@ def rank_peaks(made: Schedule, stages: Sequence[StageBytes]) -> tuple[int, ...]:
     the other stages of the rank keep, the outputs of all micro-batches so far, and messages: that of the next action,
     and those that it sent and that may not have arrived. In the end outputs are joined one by one.
     """
-    split = {a.stage for row in made.order for a in row if a.kind == "I"}
+    kinds: dict[int, set[Kind]] = {s: set() for s in range(made.stages)}
+    for action in chain.from_iterable(made.order):
+        kinds[action.stage].add(action.kind)
     into = {("F", s): stage.received for s, stage in enumerate(stages)}
     into |= {("B", s): stage.returned for s, stage in enumerate(stages)}
     out = {("F", s + 1): stage.sent for s, stage in enumerate(stages)}
@@ -112,7 +121,7 @@ def rank_peaks(made: Schedule, stages: Sequence[StageBytes]) -> tuple[int, ...]:
     peaks = []
     for rank in range(made.ranks):
         mine = {s: stages[s] for s, r in enumerate(made.rank_of) if r == rank}
-        alone = {s: stage.alone(split=s in split) for s, stage in mine.items()}
+        alone = {s: stage.alone(kinds[s]) for s, stage in mine.items()}
         outputs = {s: sum(stage.outputs.values()) for s, stage in mine.items()}
         every, static = sum(outputs.values()), sum(stage.static for stage in mine.values())
         given = {name: size for stage in mine.values() for name, size in stage.given.items()}

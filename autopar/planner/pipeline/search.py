@@ -20,13 +20,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError, Shortfall
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Schedule
-from autopar.pipelines.makespan import Costs, in_flight, simulate
+from autopar.pipelines.makespan import Costs, in_flight, last_backwards, simulate
 from autopar.pipelines.orders import schedule, zero_bubble
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.baselines.roles import baselines
@@ -40,7 +41,7 @@ from autopar.planner.pipeline.blocks import BlockCosts, block_costs
 from autopar.planner.pipeline.carry import Known, carried
 from autopar.planner.pipeline.drawing import NEARLY, Drawing, Drawn, Whole, ranges_of, total
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
-from autopar.planner.pipeline.parts import parts_of
+from autopar.planner.pipeline.parts import Parts, parts_of
 from autopar.planner.pipeline.peaks import StageBytes, inputs_of, output_bytes, rank_peaks, static_bytes
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams
 from autopar.planner.pricing.prices import Prices, least_seconds
@@ -80,6 +81,9 @@ SEAM_BYTES = 1e8
 
 LEAST_SHARE = 0.05
 """Share of the budget that a stage may take at least, whatever the rank's other stages are estimated to."""
+
+SPLIT_GAIN = 0.01
+"""Backwards in two parts need a program more, so a step has to be this share shorter where only the last are."""
 
 TELLING = 0.1
 """An error names an output that takes more than this share of a rank's peak."""
@@ -218,6 +222,14 @@ class _Staged:
     held: StageBytes
 
 
+class _Scheduled(NamedTuple):
+    """A schedule of planned stages, with what they cost in it and the peaks of its ranks."""
+
+    schedule: Schedule
+    costs: Costs
+    peaks: tuple[int, ...]
+
+
 @dataclass
 class _PipelineSearch:
     graph: Graph
@@ -352,6 +364,8 @@ class _PipelineSearch:
         block_of = _block_of(planned.decisions.graph, places) | block_of
         program = self._with_shared(planned, options).program
         blocks = list(block_costs(program, planned.decisions.graph, self.stage_mesh, options, self.overlap, block_of))
+        held = total(blocks)
+        working = planned.memory.peak_bytes - held.static - options.in_flight * held.held
         blocks += [BlockCosts()] * (len(places.blocks) - len(blocks))
         for name in like.keys() & block_of.keys():
             blocks[block_of[name]] = blocks[block_of[like[name]]]
@@ -359,15 +373,14 @@ class _PipelineSearch:
             bound = planned.trace[0].bound if planned.trace else 0.0
         else:
             bound = least_seconds(planned.decisions, self.prices, like)
-        return Whole(micro, places, planned, like, tuple(blocks), bound)
+        return Whole(micro, places, planned, like, tuple(blocks), bound, max(working, 0.0))
 
     def _planned_micro_batch(self, graph: Graph, whole: Graph, options: Options, budget: float | None) -> Planned:
         """Plan ``graph``, with all or some of the layers of ``whole``, without a budget or within its part of it."""
         if budget is None:
             limit_s = self.options.time_limit_s * FREE_SHARE
             options = replace(options, memory_budget_bytes=UNLIMITED, time_limit_s=limit_s)
-            by_hand = options.search.startswith("baseline")
-            return plan_graph(graph, self.stage_mesh, self.stage_cluster, options, compare=by_hand, prices=self.prices)
+            return plan_graph(graph, self.stage_mesh, self.stage_cluster, options, prices=self.prices)
         limit_s = self.options.time_limit_s * WHOLE_SHARE
         part = _parameter_bytes(graph) / max(_parameter_bytes(whole), 1)
         options = replace(options, memory_budget_bytes=int(budget * part), time_limit_s=limit_s)
@@ -562,10 +575,9 @@ class _PipelineSearch:
             send=tuple(self._send_s(stage.message) for stage in held[:-1]),
             held=tuple(float(p.held) for p in parts),
             kept=tuple(float(min(p.kept, p.held)) for p in parts),
-            last_backward=tuple(p.delivery for p in parts),
             first_forward=tuple(p.once for p in parts),
         )
-        made, peaks = self._with_memory(d, costs, held)
+        made, costs, peaks = self._with_memory(d, costs, held)
         seconds = simulate(made, costs).seconds
         return PlannedPipeline(
             d.whole.micro,
@@ -580,24 +592,42 @@ class _PipelineSearch:
             peaks,
         )
 
-    def _with_memory(self, d: Drawn, costs: Costs, held: Sequence[StageBytes]) -> tuple[Schedule, tuple[int, ...]]:
-        """Return the schedule for these stages, and the peaks of its ranks: as it was drawn or, of listed ones, made
-        anew from what the stages cost and hold, whichever is shorter."""
+    def _with_memory(
+        self, d: Drawn, costs: Costs, held: Sequence[StageBytes]
+    ) -> tuple[Schedule, Costs, tuple[int, ...]]:
+        """Return the schedule for these stages with its costs, and the peaks of its ranks: as it was drawn or, of
+        listed ones, made anew from what the stages cost and hold, whichever is shorter."""
+
+        def scheduled(made: Schedule) -> _Scheduled:
+            made, peaks = self._with_less(made, held)
+            return _Scheduled(made, _delivering(costs, made, [stage.parts for stage in held]), peaks)
+
         caps = self.drawing.caps(d.whole, d.starts, costs, d.schedule.rank_of, self.budget)
         least = self.drawing.caps(d.whole, d.starts, costs, d.schedule.rank_of, 0.0)
-        found = [self._with_less(d.schedule, held)]
+        found = [scheduled(d.schedule)]
         while d.schedule.name == "listed":
             made = d.schedule
-            made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, costs, caps)
-            found.append(self._with_less(made, held))
-            peaks, before = found[-1][1], list(caps)
-            for rank, over in enumerate(peak - self.budget for peak in peaks):
+            made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, found[0].costs, caps)
+            found.append(scheduled(made))
+            before = list(caps)
+            for rank, over in enumerate(peak - self.budget for peak in found[-1].peaks):
                 if over > 0:
                     one = min(h for h, r in zip(costs.held, made.rank_of, strict=True) if r == rank)
                     caps[rank] = max(caps[rank] - max(over, one), least[rank])
             if caps == before:
                 break
-        return min(found, key=lambda f: (max(*f[1], self.budget), simulate(f[0], costs).seconds))
+
+        best = min(found, key=self._badness)
+        if self.asked.schedule == AUTO:
+            split = scheduled(best.schedule.with_last_backwards_split())
+            (peak, seconds), (least_peak, least_s) = self._badness(split), self._badness(best)
+            if peak <= least_peak and seconds < (1 - SPLIT_GAIN) * least_s:
+                best = split
+        return best.schedule, best.costs, best.peaks
+
+    def _badness(self, f: _Scheduled) -> tuple[float, float]:
+        """Return the bytes of the fullest rank, at least the budget, and the seconds of a step."""
+        return max(*f.peaks, self.budget), simulate(f.schedule, f.costs).seconds
 
     def _with_less(self, made: Schedule, held: Sequence[StageBytes]) -> tuple[Schedule, tuple[int, ...]]:
         """Return a schedule whose ranks put off less of their weights' gradients, or in the end do not split their
@@ -615,6 +645,13 @@ class _PipelineSearch:
                 whole |= splitting
             else:
                 return made, peaks
+
+
+def _delivering(costs: Costs, made: Schedule, parts: Sequence[Parts]) -> Costs:
+    """Return the costs with what the last backward of each stage takes besides, as the schedule has it."""
+    last = {action.stage: action.kind for action in last_backwards(made)}
+    extra = (p.delivery_apart if last[s] == "W" else p.delivery for s, p in enumerate(parts))
+    return replace(costs, last_backward=tuple(extra))
 
 
 def _room(options: Options) -> float:
