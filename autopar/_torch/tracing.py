@@ -167,6 +167,11 @@ def traced_node(tensor: torch.Tensor) -> fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the value of a fake tensor that was made from one; no public name tells."""
+    return getattr(tensor, "constant", None)
+
+
 def traced_constant(node: fx.Node) -> Any:
     """Return the tensor of a ``get_attr`` node in the graph being traced."""
     from torch.fx.experimental import proxy_tensor

@@ -23,7 +23,7 @@ def merge_equal_masks(graph: fx.Graph) -> None:
     """
     if not any(node.target in (aten.index.Tensor, aten.index_put_.default) for node in graph.nodes):
         return
-    written = {storage_key(value) for node in graph.nodes for value in _written_tensors(node)}
+    written = {storage_key(value) for node in graph.nodes for value in written_tensors(node)}
     first: dict[Any, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -43,7 +43,7 @@ def merge_equal_masks(graph: fx.Graph) -> None:
             node.replace_all_uses_with(earlier)
 
 
-def _written_tensors(node: fx.Node) -> Iterator[Tensor]:
+def written_tensors(node: fx.Node) -> Iterator[Tensor]:
     """Yield the tensors that a node changes, or may change."""
     if node.op != "call_function":
         return

@@ -9,8 +9,9 @@ vectors are looked up, and all else runs once. Any doubt leaves the loop as it i
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 import autopar.tracer.experts  # noqa: F401  registers autopar_capture.alongside
-from autopar._torch import OpOverload
+from autopar._torch import OpOverload, storage_key
+from autopar.tracer.equal_masks import written_tensors
 from autopar.tracer.experts import autocast_dtype
 
 aten = torch.ops.aten
@@ -34,7 +36,8 @@ CHECKS = {
 }
 """What an export adds for a size that depends on values."""
 
-SAME = {aten.view.default, aten.reshape.default, aten.to.dtype, aten.contiguous.default, aten.detach.default}
+VIEWS = {aten.view.default, aten.reshape.default}
+SAME = {*VIEWS, aten.to.dtype, aten.contiguous.default, aten.detach.default}
 """Ops through which the router's choice may pass."""
 
 ALONG: dict[Any, int] = {
@@ -47,7 +50,17 @@ ALONG: dict[Any, int] = {
 }
 """Ops along one dim of a row, with the position of the argument that names it."""
 
-ALONE = {aten.to.dtype, aten.contiguous.default, aten.clone.default, aten.detach.default, aten.alias.default}
+TURNS = {(aten.numpy_T.default,), (aten.t.default,), (aten.transpose.int, 0, 1), (aten.transpose.int, 1, 0)}
+"""Ops that turn a matrix, with their other arguments."""
+
+ALONE = {
+    aten.to.dtype,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.dropout.default,
+}
 
 
 class _OtherwiseError(Exception):
@@ -61,20 +74,41 @@ def _require(holds: object) -> None:
 
 def stack_expert_loops(graph: fx.Graph) -> int:
     """Rewrite the loops over experts of an exported graph, and return how many there were."""
-    found: dict[fx.Node, list[_Picked]] = {}
-    for node in graph.nodes:
-        picked = _picked(node) if node.target in WHERES else None
-        if picked is not None:
-            found.setdefault(picked.ids, []).append(picked)
     rewritten = 0
-    for ids, each in found.items():
+    for loop in _loops(graph):
         try:
-            made = _Loop(graph, ids, each).rewritten()
+            made = loop.rewritten()
         except _OtherwiseError:
             continue
         made()
         rewritten += 1
     return rewritten
+
+
+def others_regions(graph: fx.Graph, expert: int) -> Iterator[list[fx.Node]]:
+    """Yield what each loop does for each expert but one: nodes that nothing else reads, the last of which adds rows."""
+    for loop in _loops(graph):
+        with contextlib.suppress(_OtherwiseError):
+            loop.find()
+            yield from (r for p, r in zip(loop.each, loop.regions, strict=True) if p.expert != expert)
+
+
+def are_left(graph: fx.Graph) -> bool:
+    """Whether loops over experts are in a graph still."""
+    return bool(_loops(graph))
+
+
+def _loops(graph: fx.Graph) -> list[_Loop]:
+    found: dict[fx.Node, list[_Picked]] = {}
+    if not any(node.target in WHERES for node in graph.nodes):
+        return []
+    ops = [node for node in graph.nodes if isinstance(node.target, OpOverload)]
+    written = {storage_key(value) for node in ops for value in written_tensors(node)}
+    for node in graph.nodes:
+        picked = _picked(node) if node.target in WHERES else None
+        if picked is not None and storage_key(picked.choices.meta["val"]) not in written:
+            found.setdefault(picked.choices, []).append(picked)
+    return [_Loop(graph, choices, each) for choices, each in found.items()]
 
 
 @dataclass(frozen=True)
@@ -83,12 +117,15 @@ class _Picked:
 
     Args:
         where: the node that finds them; ``token`` is the position of the tokens among its results.
+        choices: numbers of experts, [t, r], or one-hot, [t, r, e].
+        classes: number of experts that a one-hot mask tells apart.
     """
 
     where: fx.Node
-    ids: fx.Node
+    choices: fx.Node
     expert: int
     token: int
+    classes: int = 0
 
 
 def _picked(where: fx.Node) -> _Picked | None:
@@ -99,11 +136,32 @@ def _picked(where: fx.Node) -> _Picked | None:
         return _Picked(where, mask.args[0], mask.args[1], 0)
     if mask.target is aten.select.int and mask.args[1] == 0 and isinstance(mask.args[2], int):
         turned: Any = mask.args[0]
-        if turned.target is aten.permute.default and turned.args[0].target is aten.one_hot.default:
+        if turned.target is aten.permute.default and one_hot_in(turned) is not None:
             order = list(turned.args[1])
             if order in ([2, 1, 0], [2, 0, 1]):
-                return _Picked(where, turned.args[0].args[0], mask.args[2], int(order[1] == 1))
+                choices = turned.args[0]
+                choices = choices.args[0] if choices.target is aten.one_hot.default else choices
+                return _Picked(where, choices, mask.args[2], int(order[1] == 1), _shape(turned)[0])
     return None
+
+
+def one_hot_in(mask: fx.Node) -> fx.Node | None:
+    """Return the one-hot choices, [..., e], that a mask [e, ...] is made of; others may have taken some out."""
+    return one_hot_of(mask.args[0]) if mask.target is aten.permute.default else None
+
+
+def one_hot_of(node: Any) -> fx.Node | None:
+    experts = _shape(node)[-1:]
+    while isinstance(node, fx.Node) and _shape(node)[-1:] == experts:
+        if node.target is aten.one_hot.default:
+            return node
+        keeps = node.target is aten.mul.Tensor and _is_bool(node.args[1])
+        node = node.args[0] if keeps or node.target in SAME else None
+    return None
+
+
+def _is_bool(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.meta["val"].dtype == torch.bool
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:
@@ -111,16 +169,22 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
-def _chosen_among(ids: fx.Node) -> int:
-    """Return the number of experts among which a top-k chooses, each once; 0 where the ids come from elsewhere."""
+def chosen_among(ids: fx.Node) -> tuple[int, int]:
+    """Return among how many experts each token chooses, and how many, each once; (0, 0) if ids come from elsewhere."""
     node: Any = ids
     while node.target in SAME:
         node = node.args[0]
-    if node.target is not operator.getitem or node.args[1] != 1 or node.args[0].target is not aten.topk.default:
-        return 0
-    scores, _, *rest = node.args[0].args
+    choices = 1
+    if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target is aten.topk.default:
+        node = node.args[0]
+        scores, choices, *rest = node.args
+    elif node.target is aten.argmax.default:
+        scores, *rest = node.args
+    else:
+        return 0, 0
     shape = _shape(scores)
-    return int(shape[-1]) if not rest or rest[0] in (-1, len(shape) - 1) else 0
+    last = rest[:1] in ([-1], [len(shape) - 1]) or (not rest and node.target is aten.topk.default)
+    return (int(shape[-1]), choices) if last else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -147,20 +211,22 @@ class _Sum:
 @dataclass
 class _Loop:
     graph: fx.Graph
-    ids: fx.Node
+    choices: fx.Node
     each: Sequence[_Picked]
     values: dict[fx.Node, Any] = field(default_factory=dict)
     made: list[fx.Node] = field(default_factory=list)
 
-    def rewritten(self) -> Callable[[], None]:
-        """Add the nodes of the rewritten loop, and return what then takes the loop out.
+    def find(self) -> None:
+        """Find what the loop does for each expert.
 
         Raises:
-            _OtherwiseError: it is another kind of loop; nothing has changed.
+            _OtherwiseError: it is another kind of loop.
         """
         experts = len(self.each)
         _require(experts > 1 and [p.expert for p in self.each] == list(range(experts)))
-        _require(_chosen_among(self.ids) == experts and len({p.token for p in self.each}) == 1)
+        among, choices = chosen_among(self._chosen_ids())
+        _require((among or self.each[0].classes) == experts and len({p.token for p in self.each}) == 1)
+        self.once = among > 0 and choices == _shape(self.choices)[1]
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.checks: set[fx.Node] = set()
         self.regions = [self._region(p.where) for p in self.each]
@@ -178,9 +244,19 @@ class _Loop:
             _require(all(u in inside for u in sink.users))
         begin, end = self.order[self.each[0].where], self.order[self.sinks[-1]]
         _require(all(u in inside or not begin < self.order[u] < end for u in self.start.users))
+        self.inside = inside
+
+    def rewritten(self) -> Callable[[], None]:
+        """Add the nodes of the rewritten loop, and return what then takes the loop out.
+
+        Raises:
+            _OtherwiseError: it is another kind of loop; nothing has changed.
+        """
+        self.find()
         try:
             with self.graph.inserting_before(self.sinks[-1]):
-                last = self._run(first)
+                self.ids = self._ids(self.choices)
+                last = self._run(self.regions[0])
         except Exception:
             for node in reversed(self.made):
                 self.graph.erase_node(node)
@@ -188,10 +264,25 @@ class _Loop:
 
         def take_out() -> None:
             self.sinks[-1].replace_all_uses_with(last)
-            for node in sorted(inside, key=self.order.__getitem__, reverse=True):
+            for node in sorted(self.inside, key=self.order.__getitem__, reverse=True):
                 self.graph.erase_node(node)
 
         return take_out
+
+    def _chosen_ids(self) -> fx.Node:
+        one_hot = None if len(_shape(self.choices)) == 2 else one_hot_of(self.choices)
+        return self.choices if one_hot is None else one_hot.args[0]  # type: ignore[return-value]
+
+    def _ids(self, choices: fx.Node) -> fx.Node:
+        """Return numbers of experts, [t, r], also of those from which a mask has taken a token."""
+        if len(_shape(self.choices)) == 2:
+            return choices
+        before: Any = choices.args[0]
+        if choices.target is aten.one_hot.default:
+            return before  # type: ignore[no-any-return]
+        shape = [list(choices.args[1])[:-1]] if choices.target in VIEWS else []  # type: ignore[arg-type]
+        ids = self._ids(before)
+        return self._call(choices, choices.target, ids, *shape) if shape else ids
 
     def _region(self, where: fx.Node) -> list[fx.Node]:
         """Return what depends on the picked tokens, up to where it is added to the result, in order."""
@@ -284,6 +375,7 @@ class _Loop:
         if target is aten.squeeze.dim and isinstance(x, _Rows) and x.front and args[1] == 0:
             return _Rows(x.node, x.each)
         _require(not any(isinstance(a, _Rows) and a.front for a in args))
+        _require(target is not aten.dropout.default or (isinstance(x, _Rows) and x.each))  # each choice has its own
         if target in ALONE and isinstance(x, _Rows):
             return _Rows(self._call(node, target, x.node, *args[1:], **kwargs), x.each)
         if target in ALONG or target is aten.linear.default:
@@ -300,23 +392,23 @@ class _Loop:
         if at == [True]:
             return _Rows(x, each=False)
         if at == [True, False] and choices == [False, True]:
-            _require(_shape(x)[:2] == _shape(self.ids))
+            _require(_shape(x)[:2] == _shape(self.choices)[:2])
             return _Rows(x, each=True)
         _require(indices[:1] == [None] and at == [False, True])
         _require(x.target is aten.unsqueeze.default and x.args[1] == 0)
         return _Rows(x.args[0], each=False, front=True)
 
-    def _numbers(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        return self._call(node, torch.ops.autopar_capture.alongside.default, self.ids, like)
+    def _alongside(self, node: fx.Node, x: fx.Node, like: fx.Node) -> fx.Node:
+        return self._call(node, torch.ops.autopar_capture.alongside.default, x, like)
 
     def _product(self, node: fx.Node, x: Any, weight: _PerExpert, bias: Any = None, *, transposed: bool) -> _Rows:
         _require(isinstance(x, _Rows) and not x.front and len(_shape(weight.nodes[0])) == 2)
         _require(bias is None or isinstance(bias, _PerExpert))
-        rows, stacked = x.node, self._call(node, aten.stack.default, weight.nodes)
+        rows, stacked = x.node, self._stacked(node, weight.nodes)
         dtype = autocast_dtype(weight.nodes[0].meta["val"])
         if dtype is not None:
             rows, stacked = (self._call(node, aten.to.dtype, v, dtype) for v in (rows, stacked))
-        ids = self._numbers(node, rows)
+        ids = self._alongside(node, self.ids, rows)
         made = self._call(node, torch.ops.autopar.experts_mm.default, rows, stacked, ids, transposed=transposed)
         if bias is not None:
             looked_up = self._vectors(node, bias, ids)
@@ -328,7 +420,18 @@ class _Loop:
     def _vectors(self, node: fx.Node, given: _PerExpert, ids: fx.Node) -> fx.Node:
         """Return the vector of each choice's expert."""
         _require(len(_shape(given.nodes[0])) == 1)
-        return self._call(node, aten.embedding.default, self._call(node, aten.stack.default, given.nodes), ids)
+        return self._call(node, aten.embedding.default, self._stacked(node, given.nodes), ids)
+
+    def _stacked(self, node: fx.Node, each: Sequence[fx.Node]) -> fx.Node:
+        """Return a tensor of all experts: the one that they were taken from, if it is."""
+        before: list[Any] = [n.args[0] if n.args else None for n in each]
+        if all(n.target is aten.select.int and n.args[1:] == (0, e) for e, n in enumerate(each)):
+            whole: fx.Node = before[0]
+            if all(_same(x, whole) for x in before) and _shape(whole)[0] == len(each):
+                return whole
+        if all((n.target, *n.args[1:]) in TURNS and len(_shape(n)) == 2 for n in each):
+            return self._call(node, aten.transpose.int, self._stacked(node, before), 1, 2)
+        return self._call(node, aten.stack.default, list(each))
 
     def _along(self, node: fx.Node, target: Any, x: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         _require(isinstance(x, _Rows) and all(not isinstance(a, (_Rows, _PerExpert, _Sum)) for a in args[1:]))
@@ -358,7 +461,7 @@ class _Loop:
             if isinstance(a, _Rows):
                 return a.node if a.each or not each else self._call(node, aten.unsqueeze.default, a.node, 1)
             if isinstance(a, _PerExpert):
-                return self._vectors(node, a, self._numbers(node, rows[0].node))
+                return self._vectors(node, a, self._alongside(node, self.ids, rows[0].node))
             _require(not isinstance(a, fx.Node) or len(_shape(a)) < 2)
             return a
 
@@ -373,10 +476,16 @@ class _Loop:
         else:
             _require(len(args[1]) == 1 and _is_token(args[1][0]))
             accumulates = len(args) > 3 and args[3]
+            _require(accumulates or self.once)
             _require(isinstance(args[2], _Rows if accumulates else _Sum))
             rows = args[2] if accumulates else args[2].rows
         _require(isinstance(rows, _Rows) and rows.each and not rows.front)
-        total = self._call(node, aten.sum.dim_IntList, rows.node, [1])
+        made = rows.node
+        if len(_shape(self.choices)) == 3:
+            taken = self._call(node, aten.sum.dim_IntList, self.choices, [-1])
+            taken = self._call(node, aten.unsqueeze.default, self._alongside(node, taken, made), -1)
+            made = self._call(node, aten.masked_fill.Scalar, made, self._call(node, aten.eq.Scalar, taken, 0), 0)
+        total = self._call(node, aten.sum.dim_IntList, made, [1])
         total = self._call(node, aten.to.dtype, total, self.start.meta["val"].dtype)
         in_place = node.target in (aten.index_add_.default, aten.index_put_.default)
         return self._call(node, aten.add_.Tensor if in_place else aten.add.Tensor, self.start, total)

@@ -41,6 +41,7 @@ from autopar.tracer.device_neutral import device_neutral_ops
 from autopar.tracer.equal_masks import merge_equal_masks
 from autopar.tracer.expert_loops import stack_expert_loops
 from autopar.tracer.experts import experts_by_token
+from autopar.tracer.hit_experts import Unrolled
 from autopar.tracer.hugging_face import masks_as_in_eager, without_caches
 from autopar.tracer.linear_algebra import unchecked_covariances
 from autopar.tracer.normalize import CONTEXTS
@@ -99,7 +100,7 @@ def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = 
     runs = () if whole else repeated_blocks(model)
     try:
         with without_export_prints():
-            return _export(model, call, mode, runs)
+            return _export_unrolled(model, call, mode, runs)
     except DerivativeError:
         raise
     except AutoparError as error:
@@ -108,7 +109,33 @@ def export(model: nn.Module, call: Call, mode: FakeTensorMode, *, whole: bool = 
         raise
 
 
-def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[Run]) -> Exported:
+def _export_unrolled(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[Run]) -> Exported:
+    """Export; loops over experts that were hit go through all, if the program for a single one is the same."""
+    tried: dict[int, Unrolled] = {}
+    for only in (1, 0, None):
+        if only == 0 and 2 not in tried[1].lengths:
+            continue  # of three or more experts, the second is neither the first nor the last
+        unrolled = Unrolled(only)
+        try:
+            made = _export(model, call, mode, runs, unrolled)
+        except (DerivativeError, IrregularError):
+            raise
+        except AutoparError:
+            if not unrolled.lengths:
+                raise
+            break
+        if not unrolled.lengths:
+            return made
+        if only is not None:
+            tried[only] = unrolled
+        elif all(unrolled.programs[e] == one.programs[e] for e, one in tried.items()) and not unrolled.left:
+            return made
+    return _export(model, call, mode, runs)
+
+
+def _export(
+    model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[Run], unrolled: Unrolled | None = None
+) -> Exported:
     plain = dict(call.structure.plain)
     cached = without_caches(model) and plain.get("use_cache") is not False
     flat, overridden = FlatModel(model, call.structure), list[str]()
@@ -129,7 +156,7 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             unchecked_covariances(),
             combinations_by_index(),
             without_causal_detection(),
-            _answered_requests() as checks,
+            _answered_requests(unrolled) as checks,
             skipping(model, runs) as skipped,
             without_leftover_hooks(),
             telling_where(),
@@ -161,9 +188,13 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
             _refuse_sparse(part.graph)
             drop_packed_selections(part.graph)
     merge_equal_masks(program.graph)
-    stack_expert_loops(program.graph)
     returned = flat.returned.structure
     assert returned is not None
+    if unrolled is not None:
+        unrolled.simplify(program, returned)
+    stack_expert_loops(program.graph)
+    if unrolled is not None:
+        unrolled.finish(program)
     notices = (*_notices(flat.returned, cached, checks, overridden), *_dense_gradients(program.graph))
     values = _output_values(program)
     return Exported(
@@ -180,9 +211,10 @@ def _export(model: nn.Module, call: Call, mode: FakeTensorMode, runs: Sequence[R
 
 
 @contextlib.contextmanager
-def _answered_requests() -> Iterator[list[str]]:
-    """Answer, while tracing, requests for values of tensors from checks that pass, and from buffers."""
-    with answering(), assume_checks_pass() as checks:  # a check looks at its caller's line, so it comes first
+def _answered_requests(unrolled: Unrolled | None = None) -> Iterator[list[str]]:
+    """Answer, while tracing, requests for values of tensors from checks that pass, from buffers, and by unrolling."""
+    loops = contextlib.nullcontext() if unrolled is None else unrolled.unrolling()
+    with loops, answering(), assume_checks_pass() as checks:  # a check looks at its caller's line, so it comes first
         yield checks
 
 
@@ -191,7 +223,11 @@ def _exported(flat: FlatModel, call: Call) -> torch.export.ExportedProgram:
         # Recurrent layers keep a list of their parameters, in which capture puts its own.
         warnings.filterwarnings("ignore", message=".*_flat_weights")
         warnings.filterwarnings("ignore", message=".*assigned during export")
-        return torch.export.export(flat, call.tensors, strict=False)
+        program = torch.export.export(flat, call.tensors, strict=False)
+    for node in program.graph.nodes:  # torch forgets readers beside a set_grad_enabled that changes nothing
+        for read in node.all_input_nodes:
+            read.users.setdefault(node)
+    return program
 
 
 def run_once(model: nn.Module, call: Call) -> Exported:

@@ -60,6 +60,7 @@ def refused_side_effects(overridden: list[str]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(mode, "__enter__", _enter_inference))
         stack.enter_context(mock.patch.object(mode, "__exit__", _exit_inference))
         stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
+        stack.enter_context(mock.patch.object(nn.Module, "to", _only_if_it_changes(nn.Module.to)))
         yield
 
 
@@ -75,6 +76,18 @@ def _refusing(original: Callable[..., Any], what: str, hint: str) -> Callable[..
         raise CaptureError(f"The forward {what}.", found="a side effect, done once at capture", hint=f"{hint}.")
 
     return refuse
+
+
+def _only_if_it_changes(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Skip conversions of a module to the dtype that it has; torch would swap fake tensors, which it cannot."""
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        given = args[0] if args else kwargs.get("dtype")
+        tensors = (t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point() or t.is_complex())
+        alone = len(args) + len(kwargs) == 1 and isinstance(given, torch.dtype)
+        return self if alone and all(t.dtype == given for t in tensors) else original(self, *args, **kwargs)
+
+    return to
 
 
 def _checked_enter(original: Callable[..., Any], overridden: list[str]) -> Callable[..., Any]:

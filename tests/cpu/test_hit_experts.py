@@ -1,0 +1,171 @@
+"""Experts that a model goes through in a loop over those that were hit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autopar
+from autopar.errors import CaptureError
+from autopar.tracer import ColoTracer
+from tests.cpu.bad_input_checks import refused
+from tests.cpu.model_checks import Reference, Subject, assert_equal, eager, run
+
+WIDTH, EXPERTS, CHOSEN = 8, 4, 2
+KINDS = ("index_add", "where", "modules", "one class more", "under no_grad", "two experts", "first only", "dropped")
+
+
+class Hit(nn.Module):
+    """A mixture of experts as libraries write it, in several ways."""
+
+    seen: Tensor
+
+    def __init__(self, kind: str, count: int = EXPERTS) -> None:
+        super().__init__()
+        self.kind, self.count = kind, 2 if kind == "two experts" else count
+        self.register_buffer("seen", torch.zeros(count))
+        self.gate = nn.Linear(WIDTH, self.count)
+        if kind == "modules":
+            self.experts = nn.ModuleDict({f"expert_{i}": nn.Linear(WIDTH, WIDTH) for i in range(self.count)})
+        else:
+            self.up, self.down = (nn.Parameter(torch.randn(self.count, WIDTH, WIDTH)) for _ in range(2))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows, weights, and which expert they go to."""
+        scores = self.gate(x).softmax(-1)
+        if self.kind in ("first only", "dropped"):
+            chosen = functional.one_hot(scores.argmax(-1), self.count)
+            if self.kind == "dropped":
+                chosen = chosen * (chosen.cumsum(-2) <= 2)
+            return x.view(-1, WIDTH), scores.amax(-1).view(-1, 1), chosen.view(-1, 1, self.count)
+        w, ids = scores.view(-1, self.count).topk(1 if self.count == 2 else CHOSEN, -1)
+        return x.view(-1, WIDTH), w, functional.one_hot(ids, self.count + (self.kind == "one class more"))
+
+    def hit(self, mask: Tensor) -> Tensor:
+        return torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+
+    def expert(self, x: Tensor, e: Tensor) -> Tensor:
+        if self.kind == "modules":
+            made: Tensor = self.experts[f"expert_{e[0]}"](x).relu()
+            return made
+        e = e[0]
+        return functional.silu(x @ self.up[e].T) @ self.down[e]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, w, chosen = self.route(x)
+        out = torch.zeros_like(rows)
+        with torch.set_grad_enabled(self.kind != "under no_grad"):
+            mask = chosen.permute(2, 1, 0)
+            hit = self.hit(mask)
+        for e in hit:
+            with torch.set_grad_enabled(self.kind != "under no_grad"):
+                k, t = torch.where(mask[e[0]] if self.kind == "under no_grad" else mask[e].squeeze(0))
+            made = self.expert(rows[None, t].reshape(-1, WIDTH), e) * w[t, k, None]
+            if self.kind == "where":
+                out[t] += made
+            else:
+                out.index_add_(0, t, made)
+        return (x + out.view(x.shape)).square().mean()
+
+
+def batch(seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(4, 6, WIDTH, dtype=torch.float64)
+
+
+def capture(model: nn.Module) -> autopar.tracer.Capture:
+    return ColoTracer().capture(model, {"x": batch()})
+
+
+def zeros_for_none(of: Reference, model: nn.Module) -> Reference:
+    """Experts without tokens have no gradient on one device, and zeros in a program."""
+    grads = {n: of.grads.get(n, torch.zeros_like(p)) for n, p in model.named_parameters()}
+    return Reference(of.outputs, grads, of.buffers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_over_experts_that_were_hit_equals_one_device_whichever_they_are(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Hit(kind).double()
+    made, hits = capture(model), set()
+    for seed in range(4):
+        with torch.no_grad():
+            model.gate.bias.normal_().mul_(seed)  # from all experts to few
+        inputs = {"x": batch(seed)}
+        hits.add(int((model.route(inputs["x"])[2].sum((0, 1)) > 0).sum()))
+        expected = zeros_for_none(eager(model, inputs), model)
+        for mesh in ((2,), (2, 2)):
+            assert_equal(run(Subject(model, inputs, made, expected), mesh).result, expected, 1e-9)
+    assert min(hits) < model.count
+    assert len(hits) > 1
+
+
+class Otherwise(Hit):
+    """A loop that does something else with the experts that were hit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, w, chosen = self.route(x)
+        out, extra, parts, last = torch.zeros_like(rows), torch.zeros((), dtype=x.dtype), list[Tensor](), 0
+        mask, other = chosen.permute(2, 1, 0), chosen.roll(1, -1).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 1 if self.kind == "only those with two tokens" else 0).nonzero()
+        for i, expert in enumerate(hit):
+            k, t = torch.where((other if self.kind == "tokens of another" else mask)[expert].squeeze(0))
+            made = self.expert(rows[t], expert) * w[t, k, None]
+            match self.kind:
+                case "a list":
+                    parts.append(made.sum())
+                case "another number":
+                    made = self.expert(rows[t], torch.tensor([i])) * w[t, k, None]
+                case "a penalty for each":
+                    extra = extra + self.up[int(expert)].square().sum()
+                case "changes a buffer":
+                    self.seen[expert] += 1
+                case "changes rows":
+                    rows[t] *= 2
+                case "changes a sum":
+                    extra += made.sum()
+                case "the largest" | "the last":
+                    last = max(last, int(expert)) if self.kind == "the largest" else int(expert)
+                case "changes the choices":
+                    chosen.mul_(1)
+                case "mixes rows":
+                    made = made - made.mean(0)
+                case "stops":
+                    if i == 1:
+                        break
+            out.index_add_(0, t, made)
+        extra = extra + sum(parts) + last
+        if self.kind == "counts":
+            extra = extra + (i + 1)
+        if self.kind == "asks how many":
+            extra = extra + len(hit)
+        return out.square().mean() + extra
+
+
+OTHERWISE = (
+    "a list",
+    "another number",
+    "a penalty for each",
+    "changes a buffer",
+    "changes rows",
+    "changes a sum",
+    "changes the choices",
+    "mixes rows",
+    "the largest",
+    "the last",
+    "stops",
+    "counts",
+    "asks how many",
+    "tokens of another",
+    "only those with two tokens",
+)
+
+
+@pytest.mark.parametrize("count", [2, EXPERTS])
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_a_loop_that_does_anything_else_is_refused_as_it_is(kind: str, count: int) -> None:
+    model = Otherwise(kind, count).double()
+    with refused(CaptureError, "in enumerate(hit)", "data-dependent"):
+        capture(model)
