@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
-from autopar._torch import HigherOrderOperator, constant_of, is_mutable, traced_node
+from autopar._torch import HigherOrderOperator, constant_of, traced_node
 from autopar.errors import CaptureError
 from autopar.structure import Structure
 from autopar.tracer.expert_loops import CHECKS, WHERES, are_left, chosen_among, one_hot_in, others_regions
@@ -68,7 +68,7 @@ class Unrolled:
         """Give the unrolled loops of ``program`` the form of a loop over all experts, and note what it does."""
         if not self.lengths:
             return
-        _inline_masks(program.graph_module)
+        _inline_without_grad(program.graph_module)
         _pick_by_number(program)
         plain = (returned.paths, returned.plain, returned.dropped)
         self.programs = {e: [*_without_others(program, e), plain] for e in (0, 1)}
@@ -77,8 +77,10 @@ class Unrolled:
         """Drop what computed which experts were hit, and their numbers."""
         if not self.lengths:
             return
-        self.left = are_left(program.graph)
         program.graph.eliminate_dead_code(_has_effects)
+        parts = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+        hits = any(node.target is aten.nonzero.default for part in parts for node in part.nodes)
+        self.left = hits or are_left(program.graph)
         specs = program.graph_signature.input_specs
         inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
         for node, spec in zip(inputs, list(specs), strict=True):
@@ -130,24 +132,35 @@ def _picks(node: Any, mask: fx.Node) -> bool:
     return node is mask
 
 
-def _inline_masks(module: fx.GraphModule) -> None:
-    """Inline code under ``no_grad`` that makes no floating-point number."""
+def _inline_without_grad(module: fx.GraphModule) -> None:
+    """Inline code under ``no_grad``, which makes masks, as code on detached tensors."""
     graph = module.graph
     for node in list(graph.nodes):
-        if not isinstance(node.target, HigherOrderOperator) or node.target.__name__ != "wrap_with_set_grad_enabled":
+        if getattr(node.target, "__name__", "") != "wrap_with_set_grad_enabled" or node.args[0]:
             continue
-        body = getattr(module, node.args[1].target)
-        values = node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else ()
-        plain = values and not any(v.is_floating_point() or v.is_complex() for v in values)
-        if not plain or any(n.op == "get_attr" or is_mutable(n.target) for n in body.graph.nodes):
+        named = node.args[1]
+        body = getattr(module, named.target)
+        if any(n.op == "get_attr" for n in body.graph.nodes):
             continue
-        given = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), node.args[2:], strict=True))
+        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
         with graph.inserting_before(node):
+            given = dict(zip(inputs, map(_detached, node.args[2:]), strict=True))
             made: Any = graph.graph_copy(body.graph, given)
         for user in list(node.users):
             user.replace_all_uses_with(made[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
+        graph.erase_node(named)
+        delattr(module, named.target)
+
+
+def _detached(given: Any) -> Any:
+    value = given.meta["val"] if isinstance(given, fx.Node) else None
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return given
+    made = given.graph.call_function(aten.detach.default, (given,))
+    made.meta = dict(given.meta)
+    return made
 
 
 def _pick_by_number(program: torch.export.ExportedProgram) -> None:
@@ -168,6 +181,8 @@ def _pick_by_number(program: torch.export.ExportedProgram) -> None:
 
 
 def _has_effects(node: fx.Node) -> bool:
+    if isinstance(node.target, HigherOrderOperator):
+        return True  # it may change a buffer
     return node.is_impure() and node.target not in _COPIES and node.target not in CHECKS
 
 

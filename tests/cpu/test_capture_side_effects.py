@@ -50,6 +50,11 @@ def data(m: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, m.one.weight.data * 2).mean() + m.two(x).mean()
 
 
+def converts_to_what_it_is(m: Any, x: Tensor) -> Tensor:
+    m.one = m.one.to(torch.float64)
+    return m.two(m.one(x)).sin().mean()
+
+
 CALLS: list[Any] = []
 TABLES: dict[int, Tensor] = {}
 SEEN = 0
@@ -88,7 +93,18 @@ def cached_table(n: int) -> Tensor:
     return torch.arange(n, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("body", [in_inference, on_the_host, data, counts_for_show, keeps_for_show, keeps_a_table])
+AS_IT_IS = (
+    in_inference,
+    on_the_host,
+    data,
+    converts_to_what_it_is,
+    counts_for_show,
+    keeps_for_show,
+    keeps_a_table,
+)
+
+
+@pytest.mark.parametrize("body", AS_IT_IS)
 def test_what_a_graph_can_hold_equals_one_device(body: Any) -> None:
     model = Two(body)
     expected = body(copy.deepcopy(model), X).item()
@@ -172,6 +188,11 @@ def writes_data(m: Any, x: Tensor) -> Tensor:
     return m.one(x).mean()
 
 
+def converts(m: Any, x: Tensor) -> Tensor:
+    m.one = m.one.to(torch.float32)
+    return m.one(x.float()).mean()
+
+
 def branches(m: Any, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, m.one, m.two, (x,)).mean()
 
@@ -196,6 +217,7 @@ REFUSED = {
     remembers: ("before", "becomes a tensor (6, 4)"),
     freezes: ("one.weight", "requires_grad True becomes False"),
     writes_data: ("one.weight in place",),
+    converts: ("m.one.to(torch.float32)", "not in forward"),
     branches: ("cond", "torch.where"),
     gamma: ("differ between ranks", "_standard_gamma", "pass the numbers as an input"),
     generator: ("without a generator",),

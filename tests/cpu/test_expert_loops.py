@@ -14,7 +14,7 @@ from autopar.errors import CaptureError
 from autopar.planner.graphs.routed import with_routed_experts
 from autopar.tracer import ColoTracer
 from tests.cpu.bad_input_checks import refused
-from tests.cpu.model_checks import Subject, assert_equal, eager, run
+from tests.cpu.model_checks import Reference, Subject, assert_equal, eager, run
 
 WIDTH, EXPERTS, CHOSEN = 8, 4, 2
 KINDS = ("where", "index_add", "accumulate", "out of place")
@@ -103,6 +103,16 @@ def test_batch_and_sequence_stay_dims_of_their_own() -> None:
     of = subject(Block("where").double())
     shapes = [n.outputs[0].shape for n in of.capture.graph.nodes if n.packet == "autopar.experts_mm" and n.outputs[0]]
     assert all(shape[:3] == (4, 6, CHOSEN) for shape in shapes)
+
+
+def test_dropout_in_experts_is_the_same_on_every_mesh() -> None:
+    torch.manual_seed(0)
+    model = Block("where").double()
+    model.experts = nn.ModuleList(nn.Sequential(e, nn.Dropout(0.5)) for e in model.experts)
+    inputs = {"x": torch.randn(4, 6, WIDTH, dtype=torch.float64)}
+    of = Subject(model, inputs, ColoTracer().capture(model, inputs), None)
+    one, other = (run(of, mesh).result for mesh in ((1,), (2, 2)))
+    assert_equal(other, Reference(one.outputs, one.grads, {}), 1e-9)
 
 
 class Odd(Block):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,7 +26,7 @@ class Hit(nn.Module):
     def __init__(self, kind: str, count: int = EXPERTS) -> None:
         super().__init__()
         self.kind, self.count = kind, 2 if kind == "two experts" else count
-        self.register_buffer("seen", torch.zeros(count))
+        self.register_buffer("seen", torch.zeros(self.count))
         self.gate = nn.Linear(WIDTH, self.count)
         if kind == "modules":
             self.experts = nn.ModuleDict({f"expert_{i}": nn.Linear(WIDTH, WIDTH) for i in range(self.count)})
@@ -54,8 +55,13 @@ class Hit(nn.Module):
         return functional.silu(x @ self.up[e].T) @ self.down[e]
 
     def forward(self, x: Tensor) -> Tensor:
+        return (x + self.made(x)).square().mean()
+
+    def made(self, x: Tensor) -> Tensor:
         rows, w, chosen = self.route(x)
         out = torch.zeros_like(rows)
+        with torch.no_grad():
+            self.seen += chosen.sum((0, 1))[: self.count]
         with torch.set_grad_enabled(self.kind != "under no_grad"):
             mask = chosen.permute(2, 1, 0)
             hit = self.hit(mask)
@@ -67,7 +73,7 @@ class Hit(nn.Module):
                 out[t] += made
             else:
                 out.index_add_(0, t, made)
-        return (x + out.view(x.shape)).square().mean()
+        return out.view(x.shape)
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -100,6 +106,48 @@ def test_a_loop_over_experts_that_were_hit_equals_one_device_whichever_they_are(
             assert_equal(run(Subject(model, inputs, made, expected), mesh).result, expected, 1e-9)
     assert min(hits) < model.count
     assert len(hits) > 1
+
+
+def test_many_such_blocks_are_captured_from_a_few() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Layer("one class more") for _ in range(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    class Layer(Hit):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.made(x)
+
+    model = Chain().double()
+    inputs, whole = {"x": batch()}, ColoTracer(whole=True).capture(model, {"x": batch()})
+    made = capture(model)
+    assert made.guards != whole.guards  # other blocks were not read
+    assert [n.packet for n in made.graph.nodes] == [n.packet for n in whole.graph.nodes]
+    expected = zeros_for_none(eager(model, inputs), model)
+    assert_equal(run(Subject(model, inputs, made, expected), (2,)).result, expected, 1e-9)
+
+
+def test_experts_with_a_mask_for_one_more_that_skip_it_equal_one_device() -> None:
+    library = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    config = transformers.Step3p7TextConfig(
+        hidden_size=WIDTH,
+        moe_intermediate_size=16,
+        share_expert_dim=16,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
+    )
+    model = library.Step3p7SparseMoeBlock(config, 0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    inputs = {"hidden_states": batch().float()}
+    expected = eager(model, inputs)
+    made = ColoTracer().capture(model, inputs)
+    assert_equal(run(Subject(model, inputs, made, expected), (2, 2)).result, expected, 1e-4)
 
 
 class Otherwise(Hit):

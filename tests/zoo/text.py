@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tests.zoo.entry import (
@@ -10,6 +12,7 @@ from tests.zoo.entry import (
     HIDDEN,
     VOCABULARY,
     Entry,
+    Inputs,
     hugging_face,
     language,
     padded_language,
@@ -61,9 +64,9 @@ def both(name: str, model: str, **sizes: object) -> Entry:
     return hugging_face(name, "text, encoder and decoder", model, padded_language, **sizes)
 
 
-def experts(name: str, model: str, **sizes: object) -> Entry:
+def experts(name: str, model: str, inputs: Callable[[], Inputs] = language, **sizes: object) -> Entry:
     """Return an entry that runs in float32, the only dtype of the grouped product over experts."""
-    return hugging_face(name, "text, experts", model, language, dtype=torch.float32, **sizes)
+    return hugging_face(name, "text, experts", model, inputs, dtype=torch.float32, **sizes)
 
 
 def recurrent(name: str, model: str, **sizes: object) -> Entry:
@@ -193,6 +196,38 @@ TEXT = [
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=4,
+    ),
+    experts(
+        "dbrx",
+        "DbrxForCausalLM",
+        d_model=HIDDEN,
+        n_heads=HEADS,
+        n_layers=1,
+        max_seq_len=16,
+        vocab_size=VOCABULARY,
+        attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=1e4),
+        ffn_config=dict(hidden_size=HIDDEN, ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2),
+        output_router_logits=True,
+    ),
+    experts(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        padded_language,
+        **dict(T5, num_layers=2, num_decoder_layers=2),
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        num_experts=4,
+        expert_capacity=2,
+        router_jitter_noise=0.0,
+    ),
+    experts(
+        "nllb_moe",
+        "NllbMoeForConditionalGeneration",
+        padded_language,
+        **SEQ2SEQ,
+        num_experts=4,
+        encoder_sparse_step=1,
+        decoder_sparse_step=1,
     ),
     recurrent(
         "mamba",
