@@ -45,10 +45,11 @@ _KNOWN = {
 """Hints by words in torch's error."""
 
 _EXPERTS = (
-    "this loop runs over the experts that were hit, which are values of a tensor: multiply each token by the matrices "
-    "of its experts, torch.bmm(weight[ids], x), or sort tokens by expert and call torch._grouped_mm, or let every "
-    "expert see all tokens and weight its result, expert(x) * (weights * (ids == i)).sum(-1, keepdim=True); experts "
-    "that set_experts_implementation supports are captured as they are."
+    "this loop runs over the experts that were hit, which are values of a tensor: let it do nothing but pick tokens, "
+    "torch.where(mask[expert]), and add what alike experts make of each alone, out.index_add_; or multiply each token "
+    "by the matrices of its experts, torch.bmm(weight[ids], x), or sort tokens by expert and call torch._grouped_mm, "
+    "or let every expert see all tokens and weight its result, expert(x) * (weights * (ids == i)).sum(-1, "
+    "keepdim=True); experts that set_experts_implementation supports are captured as they are."
 )
 
 _EDGES = (
