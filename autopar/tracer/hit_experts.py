@@ -26,6 +26,9 @@ aten = torch.ops.aten
 _COPIES = {aten.lift_fresh_copy.default, aten.detach_.default}
 """Between a constant and its reader."""
 
+_FLAT = {aten.squeeze.dim, aten.squeeze.default, aten.flatten.using_ints, aten.view.default, aten.reshape.default}
+"""Between the numbers of experts, [h, 1], and the same, [h]."""
+
 
 @dataclass
 class Unrolled:
@@ -55,7 +58,7 @@ class Unrolled:
             if mask is None or count < 2:
                 return ordinary(hit)
             self.lengths.append(count)
-            return _iterations(mask, range(count) if self.only is None else [self.only])
+            return _iterations(mask, range(count) if self.only is None else [self.only], hit.ndim)
 
         def text(x: Tensor, spec: str) -> str:
             known = constant_of(x)
@@ -92,13 +95,15 @@ class Unrolled:
 def _mask(hit: fx.Node | None) -> fx.Node | None:
     """Return the mask [e, ...] of tokens of which ``hit`` are the numbers ``e`` that have any."""
     node: Any = hit
+    while node is not None and node.target in _FLAT:
+        node = node.args[0]
     if node is None or node.target is not aten.nonzero.default:
         return None
     node = node.args[0]
     if node.target not in (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar) or node.args[1] != 0:
         return None
     node = node.args[0]
-    if node.target is not aten.sum.dim_IntList or len(node.args) > 2:
+    if node.target is not aten.sum.dim_IntList or len(node.args) > 2 or not node.args[1]:
         return None
     mask, dims = node.args
     ndim = mask.meta["val"].ndim
@@ -111,10 +116,10 @@ def _experts(mask: fx.Node) -> int:
     return 0 if one_hot is None else chosen_among(one_hot.args[0])[0] or int(mask.meta["val"].shape[0])
 
 
-def _iterations(mask: fx.Node, experts: Sequence[int]) -> Iterator[Tensor]:
+def _iterations(mask: fx.Node, experts: Sequence[int], ndim: int) -> Iterator[Tensor]:
     for expert in experts:
         before = next(iter(reversed(mask.graph.nodes)))
-        yield torch.tensor([expert])
+        yield torch.tensor([expert] if ndim == 2 else expert)
         for node in reversed(mask.graph.nodes):
             if node is before:
                 break

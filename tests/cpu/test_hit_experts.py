@@ -15,7 +15,18 @@ from tests.cpu.bad_input_checks import refused
 from tests.cpu.model_checks import Reference, Subject, assert_equal, eager, run
 
 WIDTH, EXPERTS, CHOSEN = 8, 4, 2
-KINDS = ("index_add", "where", "modules", "one class more", "under no_grad", "two experts", "first only", "dropped")
+KINDS = (
+    "index_add",
+    "where",
+    "modules",
+    "one class more",
+    "under no_grad",
+    "two experts",
+    "first only",
+    "dropped",
+    "numbers",
+    "twice the same",
+)
 
 
 class Hit(nn.Module):
@@ -42,16 +53,19 @@ class Hit(nn.Module):
                 chosen = chosen * (chosen.cumsum(-2) <= 2)
             return x.view(-1, WIDTH), scores.amax(-1).view(-1, 1), chosen.view(-1, 1, self.count)
         w, ids = scores.view(-1, self.count).topk(1 if self.count == 2 else CHOSEN, -1)
+        if "twice the same" in self.kind:
+            ids = ids % 2 * ids
         return x.view(-1, WIDTH), w, functional.one_hot(ids, self.count + (self.kind == "one class more"))
 
     def hit(self, mask: Tensor) -> Tensor:
-        return torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        found = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        return found.flatten() if self.kind == "numbers" else found
 
     def expert(self, x: Tensor, e: Tensor) -> Tensor:
         if self.kind == "modules":
             made: Tensor = self.experts[f"expert_{e[0]}"](x).relu()
             return made
-        e = e[0]
+        e = e if self.kind == "numbers" else e[0]
         return functional.silu(x @ self.up[e].T) @ self.down[e]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,9 +81,10 @@ class Hit(nn.Module):
             hit = self.hit(mask)
         for e in hit:
             with torch.set_grad_enabled(self.kind != "under no_grad"):
-                k, t = torch.where(mask[e[0]] if self.kind == "under no_grad" else mask[e].squeeze(0))
+                chosen_by = mask[e[0]] if self.kind == "under no_grad" else mask[e]
+                k, t = torch.where(chosen_by if chosen_by.ndim == 2 else chosen_by.squeeze(0))
             made = self.expert(rows[None, t].reshape(-1, WIDTH), e) * w[t, k, None]
-            if self.kind == "where":
+            if self.kind in ("where", "twice the same, put"):
                 out[t] += made
             else:
                 out.index_add_(0, t, made)
@@ -156,7 +171,7 @@ class Otherwise(Hit):
     def forward(self, x: Tensor) -> Tensor:
         rows, w, chosen = self.route(x)
         out, extra, parts, last = torch.zeros_like(rows), torch.zeros((), dtype=x.dtype), list[Tensor](), 0
-        mask, other = chosen.permute(2, 1, 0), chosen.roll(1, -1).permute(2, 1, 0)
+        mask, other = (c.permute(2, 1, 0) for c in (chosen, self.route(-x)[2]))
         hit = torch.greater(mask.sum(dim=(-1, -2)), 1 if self.kind == "only those with two tokens" else 0).nonzero()
         for i, expert in enumerate(hit):
             k, t = torch.where((other if self.kind == "tokens of another" else mask)[expert].squeeze(0))
@@ -190,6 +205,11 @@ class Otherwise(Hit):
         if self.kind == "asks how many":
             extra = extra + len(hit)
         return out.square().mean() + extra
+
+
+def test_rows_of_a_token_that_are_put_over_each_other_are_refused() -> None:
+    with refused(CaptureError, "for e in hit", "values"):
+        capture(Hit("twice the same, put").double())
 
 
 OTHERWISE = (
