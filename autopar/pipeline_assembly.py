@@ -203,6 +203,7 @@ def _compile(
                 chunks=len(first.stages) // first.ranks,
                 split=tuple(first.blocks[b] for b in first.starts[1:]),
                 two_phase=bool(options.pipeline and options.pipeline.two_phase),
+                like=(tuple(first.blocks), tuple(first.starts)),
             ),
         )
         text = decided_on_rank_0(lambda: pipeline_plan(capture, first.mesh, cluster, fixed).to_json())

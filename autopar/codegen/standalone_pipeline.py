@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,9 @@ class Pipeline:
         rank_of = self.schedule.rank_of
         pairs = {(a, b) for a, b in zip(rank_of, rank_of[1:], strict=False) if a != b}
         self.links = Links.between(pairs, self.position, tuple(mesh.mesh[index].tolist()))
-        folder = Path(program["__file__"]).parent
+        folder, outputs = Path(program["__file__"]).parent, program["OUTPUTS"]
         self.stages = {
-            s: read_stage(folder / name, folder / program["SPLIT"][s] if s in program["SPLIT"] else None, s)
+            s: read_stage(folder / name, folder / program["SPLIT"][s] if s in program["SPLIT"] else None, s, outputs)
             for s, name in enumerate(program["STAGES"])
             if rank_of[s] == self.position
         }
@@ -285,11 +285,13 @@ def read_program(path: Path) -> dict[str, Any]:
     return runpy.run_path(str(path), run_name=path.stem)
 
 
-def read_stage(path: Path, split: Path | None, number: int) -> StageFile:
+def read_stage(path: Path, split: Path | None, number: int, outputs: Collection[str]) -> StageFile:
     """Read the program of a stage.
 
     Args:
         split: its backward in two parts, if the schedule has them.
+        outputs: names of what the model returns. All other tangents are gradients that the next stage returns; one of
+            no single activation has a name of its own.
     """
     made = read_program(path)
     inputs, tangents, once = made["INPUTS"], made["TANGENTS"], made.get("ONCE", [])
@@ -322,16 +324,17 @@ def read_stage(path: Path, split: Path | None, number: int) -> StageFile:
     )
     received = sorted(row[1] for row in inputs if row[0] == "received")
     sent = sorted(row[1] for row in made["OUTPUTS"] if row[0] == "sent")
-    gradients = {row[1] for row in made["GRADIENTS"] if row[0] == "gradient"}
-    taken = {row[1] for row in tangents if row[0] == "tangent"}
+    gradients = {row[1] for row in made["GRADIENTS"] if row[0] == "gradient" and row[1].startswith("input:")}
+    returned = sorted(name.removeprefix("input:") for name in gradients - set(outputs))
+    taken = sorted({row[1] for row in tangents if row[0] == "tangent"} - set(outputs))
     programs = StagePrograms(
         number,
         program,
         {node: TensorMeta(tuple(row[3]), row[2]) for node, row in rows.items()},
         tuple(received),
         tuple(sent),
-        tuple(n for n in received if f"input:{n}" in gradients),
-        tuple(n for n in sent if n in taken),
+        tuple(returned),
+        tuple(taken),
         _parts(read_program(split)) if split is not None else None,
     )
     return StageFile(programs, rows, made["CONSTANTS"])

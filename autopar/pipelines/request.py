@@ -30,6 +30,8 @@ class Pipeline:
             names of the modules that each stage but the first begins with.
         two_phase: whether all forwards run in the call and all backwards in ``backward()``, as for a model that returns
             no loss. Otherwise the call runs the whole schedule.
+        like: the blocks of another plan and the first of each of its stages, which begin with the same blocks here if
+            there are such; else ``split`` says where. Blocks may have no name, or that of an earlier one.
     """
 
     stages: Count = AUTO
@@ -38,6 +40,7 @@ class Pipeline:
     chunks: Count = AUTO
     split: str | Sequence[str] = AUTO
     two_phase: bool = False
+    like: tuple[tuple[str, ...], tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("stages", 1), ("micro_batches", 1), ("chunks", 1)):

@@ -151,7 +151,20 @@ def _disagreement(reports: Sequence[dict[str, str]]) -> RankError:
             found=reports[broken][""],
             hint="fix the error on that rank.",
         )
-    other = next(rank for rank, each in enumerate(reports) if each != reports[0])
+    other = next((rank for rank, each in enumerate(reports) if each != reports[0]), None)
+    if other is None:
+        return RankError(
+            "The ranks do not know the same of the model.",
+            found="another number of parameters, or another requires_grad or dtype of one of them",
+            hint="change parameters on all ranks, and those of a pipeline before it is made.",
+        )
+    if all(reports[0].get(k) == v or "parameters" in k for k, v in reports[other].items()):
+        return RankError(
+            f"Rank {other} has other parameters than rank 0 knows of.",
+            found=_difference(reports[0], reports[other], other),
+            hint="freeze parameters, or convert them, on every rank; those of a pipeline before the model is made "
+            "parallel, since a rank does not see the parameters of other stages.",
+        )
     return RankError(
         f"Rank {other} calls the model with other inputs, or in another mode, than rank 0.",
         found=_difference(reports[0], reports[other], other),

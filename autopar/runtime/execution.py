@@ -48,6 +48,7 @@ class Executable:
         once_inputs: meaning and spec of each of its inputs.
         compiled: whether Inductor compiled it, whose code allocates without the dispatcher.
         held: positions of inputs whose memory is among the saved tensors; filled by the first forward.
+        changing: positions of saved tensors with the memory of buffers that get new values; filled by the same.
         arriving: DTensor's spec of each gradient; filled by the first backward.
     """
 
@@ -68,6 +69,7 @@ class Executable:
     once_inputs: tuple[tuple[Input, ShardingSpec], ...] = ()
     compiled: bool = False
     held: list[tuple[int, ...]] = field(default_factory=list, compare=False)
+    changing: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     arriving: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -161,6 +163,23 @@ def forward_values(
     return outputs, mutations, list(results[n:])
 
 
+def keep_apart(executable: Executable, saved: list[Any], buffer: Callable[[str], Tensor]) -> None:
+    """Copy what the backward reads of buffers that get new values before it.
+
+    Args:
+        buffer: returns this rank's shard of a buffer.
+    """
+    if not executable.changing:
+        shards = (buffer(o.name) for o, _, _ in executable.results if o.kind == "mutation")
+        memory = {t.untyped_storage().data_ptr() for t in shards if t.numel()}
+        positions = enumerate(saved if memory else ())
+        executable.changing.append(
+            tuple(i for i, t in positions if isinstance(t, Tensor) and t.untyped_storage().data_ptr() in memory)
+        )
+    for i in executable.changing[0]:
+        saved[i] = saved[i].clone()
+
+
 def plain_outputs(outputs: Sequence[Any], batch: int | None, device_mesh: DeviceMesh) -> list[Any]:
     """Return the outputs of a call without gradients as plain tensors, which metrics and libraries expect.
 
@@ -189,6 +208,8 @@ class Step(torch.autograd.Function):
     def forward(ctx: Any, host: Host, executable: Executable, sink: list[Any], *operands: Any) -> tuple[Any, ...]:
         with host.marks.in_sections(), host.clock.memory.counting():
             outputs, mutations, saved = forward_values(host, executable, operands, keep=True)
+            buffers = {m.name: o for (m, _), o in zip(executable.inputs, operands, strict=True) if m.kind == "buffer"}
+            keep_apart(executable, saved, lambda name: _torch.shard_of(buffers[name]))
         sink.extend(mutations)
         ctx.run = Run(host, executable, operands, saved, _versions(executable, saved, operands))
         ctx.set_materialize_grads(False)

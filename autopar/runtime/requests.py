@@ -60,12 +60,19 @@ def agreed_request(
     )
 
 
+FROZEN, DTYPES = "parameters without gradients", "dtypes of parameters"
+"""What a rank of a pipeline knows of its own stages only."""
+
+
 def _description(model: ParallelBase, request: Request, gradients: bool) -> dict[str, str]:
     call = request.call
     properties = {n: f"{tuple(t.shape)} {t.dtype}" for n, t in zip(call.names, call.tensors, strict=True)}
     properties |= {path: repr(value) for path, value in call.structure.plain}
     changed = str(unmet_guard(model, request) or "nothing") if request.variant is None else "nothing"
     properties |= {"changed since the program was captured": changed, "put into the model": ", ".join(request.loose)}
+    held = dict(model.named_parameters())
+    properties[FROZEN] = ", ".join(name for name, p in held.items() if not p.requires_grad) or "none"
+    properties[DTYPES] = ", ".join(sorted({str(p.dtype) for p in held.values()}))
     return properties | {"training": str(model.training), "gradients": str(gradients)}
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from autopar import _torch
 from autopar.errors import AutoparError, RankError
 from autopar.plans import Plan
+from autopar.plans.pipeline import PipelinePlan, load_plan, plan_from_json
 from autopar.runtime.agreement import decided_on_rank_0, on_all_ranks, this_rank, world_size
 from autopar.runtime.gathering import EVERY_RANK
 from autopar.runtime.waiting import roll_call
@@ -121,7 +122,7 @@ class Checkpointer:
         if this_rank() == 0:
             blobs["common.pt"] = _bytes(common)
             plan = getattr(model, "plan", None)
-            if isinstance(plan, Plan):
+            if isinstance(plan, (Plan, PipelinePlan)):
                 blobs["plan.json"] = plan.to_json().encode()
         staged = {name: _host_copy(tensor) for name, tensor in tensors.items()}
         # A daemon thread lets a rank that fails exit while others wait for it.
@@ -160,19 +161,19 @@ class Checkpointer:
         found = ((NAME.fullmatch(path.name), path) for path in self.folder.iterdir())
         return sorted((int(m[1]), int(m[2] or 0), path) for m, path in found if m)
 
-    def plan(self, step: int | None = None) -> Plan | None:
+    def plan(self, step: int | None = None) -> Plan | PipelinePlan | None:
         """Return the plan of the newest checkpoint (or of ``step``) if it fits this number of ranks, else None.
 
         Pass it to ``autoparallelize`` so that a resumed run repeats bit for bit; None plans again.
         """
         text = decided_on_rank_0(lambda: self._plan_text(step))
-        plan = None if text is None else Plan.from_json(text)
+        plan = None if text is None else plan_from_json(text)
         return plan if plan is not None and plan.mesh.size == world_size() else None
 
     def _plan_text(self, step: int | None) -> str | None:
         steps = self.steps() if step is None else [step]
         path = self._path(steps[-1]) / "plan.json" if steps else None
-        return Plan.load(path).to_json() if path is not None and path.is_file() else None
+        return load_plan(path).to_json() if path is not None and path.is_file() else None
 
     def load(
         self,
@@ -223,7 +224,11 @@ class Checkpointer:
     def _load_tensors(self, path: Path, model: nn.Module, optimizer: Any, common: Mapping[str, Any]) -> None:
         reader = _torch.shard_reader(path)
         saved = on_all_ranks(reader.read_metadata).state_dict_metadata
-        targets, finish = on_all_ranks(lambda: state.to_load(model, optimizer, saved, common), key=lambda t: list(t[0]))
+        every = state.of_every_stage(model, on_all_ranks(lambda: state.held(model, optimizer)))
+        key = (lambda t: list(t[0])) if len(every) == 1 else None  # stages of a pipeline load their own
+        targets, finish = on_all_ranks(
+            lambda: state.to_load(model, optimizer, saved, common, state.together(every)), key=key
+        )
         _torch.load_shards(targets, reader, self._group)
         finish()
 

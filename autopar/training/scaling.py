@@ -40,9 +40,14 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, and find out whether those of any rank are not finite."""
         super().unscale_(optimizer)
-        found = list(self._state(optimizer)["found_inf_per_device"].values()) if self.is_enabled() else []
-        if not found or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
+        if not self.is_enabled() or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return
+        known = self._state(optimizer)["found_inf_per_device"]
+        if (
+            not known and self._scale is not None
+        ):  # a rank of a pipeline's stage that is frozen has no gradients, and steps with the others
+            known[self._scale.device] = torch.zeros(1, device=self._scale.device)
+        found = list(known.values())
         most = torch.stack([f.to(found[0].device) for f in found]).amax().reshape(1)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.process_group)
         for each in found:

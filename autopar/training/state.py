@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.plans.pipeline import PipelinePlan
 from autopar.training.optimizers import parameters
+
+T = TypeVar("T")
 
 
 def of_training(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -36,24 +41,58 @@ def of_training(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], di
             else:
                 plain.setdefault(names[i], {})[key] = value
     groups = [{**g, "params": [names[i] for i in g["params"]]} for g in saved["param_groups"]]
-    return tensors, common | {"groups": groups, "state": plain}
+    every = of_every_stage(model, (groups, plain))
+    common["groups"] = [
+        {**g, "params": list(dict.fromkeys(n for other, _ in every for n in other[at]["params"]))}
+        for at, g in enumerate(groups)
+    ]
+    return tensors, common | {"state": {name: values for _, each in every for name, values in each.items()}}
+
+
+def of_every_stage(model: nn.Module, value: T) -> list[T]:
+    """Return a value of every rank if the model is a pipeline, whose ranks hold parts of it, else this rank's."""
+    if not isinstance(getattr(model, "plan", None), PipelinePlan) or not dist.is_initialized():
+        return [value]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+Held = tuple[set[str], list[set[str]]]
+"""Names of the model's tensors, and of the parameters of each of the optimizer's groups."""
+
+
+def held(model: nn.Module, optimizer: Any) -> Held:
+    """Return what this rank has."""
+    tensors = {f"model/{n}" for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    if optimizer is None:
+        return tensors, []
+    names = _names(model, optimizer)
+    return tensors, [{names[i] for i in g["params"]} for g in optimizer.state_dict()["param_groups"]]
+
+
+def together(parts: Sequence[Held]) -> Held:
+    """Return what all ranks have."""
+    groups = itertools.zip_longest(*(groups for _, groups in parts), fillvalue=set[str]())
+    return set[str]().union(*(tensors for tensors, _ in parts)), [set[str]().union(*each) for each in groups]
 
 
 def to_load(
-    model: nn.Module, optimizer: Any, saved: Mapping[str, Any], common: Mapping[str, Any]
+    model: nn.Module, optimizer: Any, saved: Mapping[str, Any], common: Mapping[str, Any], everywhere: Held
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Return target tensors, placed as this run's plan places them, and a function to call once they are loaded.
 
     Args:
         saved: metadata of every tensor in the checkpoint, by name.
         common: the second result of ``of_training``.
+        everywhere: what all ranks hold.
 
     Raises:
         AutoparError: the checkpoint belongs to another model or optimizer.
     """
     targets = {f"model/{n}": t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     known = {name for name in saved if name.startswith("model/")}
-    _check_same("model", set(targets), known)
+    _check_same("model", everywhere[0], known)
     for name, tensor in targets.items():
         if tuple(saved[name].size) != tuple(tensor.shape):
             found = f"{name.removeprefix('model/')}: {tuple(saved[name].size)} saved, {tuple(tensor.shape)} here"
@@ -64,7 +103,7 @@ def to_load(
     groups: list[dict[str, Any]] = []
     if optimizer is not None and "groups" in common:
         names = _names(model, optimizer)
-        groups = _groups(model, optimizer, common["groups"])
+        groups = _groups(optimizer, common["groups"], everywhere[1])
         for i, parameter in enumerate(parameters(optimizer)):
             states[i] = dict(common["state"].get(names[i], {}))
             prefix = f"optimizer/{names[i]}/"
@@ -81,14 +120,13 @@ def to_load(
     return targets, finish
 
 
-def _groups(model: nn.Module, optimizer: Any, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups(optimizer: Any, saved: list[dict[str, Any]], everywhere: list[set[str]]) -> list[dict[str, Any]]:
     """Return the saved groups with this optimizer's indices of their parameters."""
-    names = _names(model, optimizer)
     here = [g["params"] for g in optimizer.state_dict()["param_groups"]]
-    if [{names[i] for i in members} for members in here] != [set(g["params"]) for g in saved]:
+    if everywhere != [set(g["params"]) for g in saved]:
         raise AutoparError(
             "The checkpoint belongs to an optimizer with other parameter groups.",
-            found=f"groups of {[len(g['params']) for g in saved]} parameters saved, {list(map(len, here))} here",
+            found=f"groups of {[len(g['params']) for g in saved]} parameters saved, {list(map(len, everywhere))} here",
             hint="create the same groups as when it was saved.",
         )
     return [{**g, "params": members} for g, members in zip(saved, here, strict=True)]

@@ -421,6 +421,31 @@ def test_similarities_of_the_whole_batch_are_refused_by_name() -> None:
     assert "without micro-batches" in caught.value.hint
 
 
+class Neighbours(nn.Module):
+    """Rows of the batch read each other, as the positions of a sequence that comes before the batch do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.keys = kind, nn.Linear(6, 6), nn.Parameter(torch.randn(1, 8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        rows, keys = h[None], self.keys if self.kind == "own keys" else h[None]
+        if self.kind == "pooled":
+            with torch.no_grad():
+                scale = F.avg_pool1d(rows.mT, 3, 1, 1).mT[0]
+            return (h * scale).square().mean()
+        causal = self.kind != "plain"
+        return F.scaled_dot_product_attention(rows, keys, keys, is_causal=causal).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "own keys", "pooled"])
+def test_rows_that_ranks_would_pass_to_each_other_are_refused(kind) -> None:
+    graph, _ = captured(Neighbours(kind).double(), {"x": torch.randn(8, 6).double()})
+    with pytest.raises(PlanError, match="change what"):
+        micro_batch(graph, 2)
+
+
 def test_a_loss_of_which_micro_batches_would_divide_nothing_is_refused() -> None:
     class Sorted(nn.Module):
         def __init__(self) -> None:

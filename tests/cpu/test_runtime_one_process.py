@@ -133,6 +133,32 @@ def test_buffers_that_the_forward_changes_are_changed():
     assert model.calls == 3
 
 
+class Momentum(nn.Module):
+    """Reads a buffer that the same call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x) * self.scale.clone()
+        self.scale.mul_(2.0)
+        return out.square().mean()
+
+
+def test_a_backward_reads_buffers_as_the_forward_did():
+    model, x = Momentum(), torch.randn(6, 8)
+    plain = copy.deepcopy(model)
+    parallel = autopar.autoparallelize(model, x)
+    for _ in range(2):
+        for each in (parallel, plain):
+            each.zero_grad()
+            each(x).backward()
+        assert torch.equal(parallel.scale, plain.scale)
+        torch.testing.assert_close(parallel.layer.weight.grad.full_tensor(), plain.layer.weight.grad)
+
+
 def test_with_mixed_precision_calls_run_lower_and_parameters_stay():
     model = Net()
     x, target = torch.randn(6, 8), torch.randn(6, 4)

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
+from tests import zoo
 from tests.models import ZOO
 from tests.multiprocess.test_emitted_files import imports, torchrun
 
 
-def checked(name: str, mesh: dict[str, int], folder: Path, steps: int = 1, **pipeline: Any) -> autopar.PipelinePlan:
+def checked(
+    of: str | tuple[nn.Module, dict[str, Tensor]], mesh: dict[str, int], folder: Path, steps: int = 1, **pipeline: Any
+) -> autopar.PipelinePlan:
     """The files' outputs, gradients and new buffers are those of the plan; of several calls the sum of gradients."""
-    model, inputs = ZOO[name].made(torch.float32, 0.1)
+    model, inputs = ZOO[of].made(torch.float32, 0.1) if isinstance(of, str) else of
     asked = autopar.Pipeline(**pipeline)
     plan = autopar.plan(
         model, inputs, mesh=mesh, cluster="cpu-2", time_limit=10.0, pipeline=asked, accumulation_steps=steps
@@ -60,6 +64,16 @@ def test_tied_weights_and_backwards_in_two_parts(tmp_path: Path) -> None:
 def test_buffers_and_several_calls_a_step(tmp_path: Path) -> None:
     plan = checked("cnn", {"pp": 2}, tmp_path, steps=2, micro_batches=2, schedule="1f1b")
     assert plan.buffers
+
+
+def test_a_gradient_that_is_of_no_received_activation_goes_back(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = zoo.ZOO["flow"].made()
+    inputs = {name: t.float() for name, t in inputs.items()}
+    plan = checked((model.float(), inputs), {"pp": 2}, tmp_path, micro_batches=2, split=["couplings.1"])
+    received = {i.node for i in plan.stages[1].program.ops if i.kind == "input"}
+    back = {o.name.removeprefix("input:") for o, _ in plan.stages[1].program.results if o.kind == "gradient"}
+    assert any(name not in received and "." not in name for name in back)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

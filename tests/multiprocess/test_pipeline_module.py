@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.errors import AutoparError, RankError
 from autopar.pipelines.request import Pipeline
-from autopar.training import clip_grad_norm_
+from autopar.training import Checkpointer, GradScaler, clip_grad_norm_
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.training_models import distance, gpt2, pair, seeded, tokens, whole
+from tests.multiprocess.training_models import distance, gpt2, llama, pair, seeded, tokens, whole
 
 pytestmark = pytest.mark.multiprocess
 FLOAT = 1e-4
@@ -148,6 +148,38 @@ def test_a_checkpoint_loads_into_another_number_of_stages(four: RankPool, tmp_pa
         assert found["loaded"] == 0.0
 
 
+def _resumed(folder: str, mesh: dict[str, int], pipeline: Pipeline | None) -> dict[str, Any]:
+    """Save a pipeline after a step, load it into a fresh model, and take the next step with both."""
+    reference, model, batch = _pair()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
+    for optimizer, module in zip(optimizers, (model, reference), strict=True):
+        module(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(1, model, optimizers[0], wait=True)
+    plan = checkpointer.plan()
+    assert plan is not None and plan.digest == model.plan.digest
+    _, fresh, _ = _pair(mesh, build=lambda: seeded(gpt2, 5), pipeline=pipeline)
+    optimizers[0] = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
+    resumed = checkpointer.load(fresh, optimizers[0])
+    assert resumed is not None and resumed.step == 1
+    found: dict[str, Any] = {"loaded": _difference(fresh, reference)}
+    for optimizer, module in zip(optimizers, (fresh, reference), strict=True):
+        module(**batch).loss.backward()
+        optimizer.step()
+    return {**found, "next": _difference(fresh, reference)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [({"pp": 2}, PLAIN), ({"pp": 2}, Pipeline(micro_batches=2, split=["transformer.ln_f"])), ({"dp": 2}, None)],
+)
+def test_a_run_is_resumed(pool: RankPool, tmp_path: Path, mesh: dict[str, int], pipeline: Pipeline | None) -> None:
+    for found in pool.run(_resumed, str(tmp_path), mesh, pipeline):
+        assert {k: v for k, v in found.items() if not v < FLOAT} == {}
+
+
 def _accumulated(two_phase: bool) -> dict[str, Any]:
     """Two steps of three calls with losses weighted differently, an incomplete cycle, a step too early."""
     pipeline = Pipeline(micro_batches=2, schedule="1f1b", two_phase=two_phase)
@@ -183,6 +215,97 @@ def test_accumulation_over_calls(pool: RankPool, two_phase: bool) -> None:
         assert {k: v for k, v in found.items() if not v < FLOAT} == {}
 
 
+class Changing(nn.Module):
+    """Reads a buffer that the same call changes, from what it computes or not."""
+
+    def __init__(self, statistic: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.statistic = statistic
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out = x * self.scale.clone()
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(x.var(0) * 5.0 if self.statistic else 2.0)
+        return {"loss": out.square().mean()}
+
+
+def _changing(case: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    model, x = Changing(case == "statistic"), torch.randn(8, 6)
+    asked = Pipeline(micro_batches=4, schedule="1f1b", two_phase=case == "two phases")
+    reference, model = pair(model, {"x": x}, {"pp": 2}, cluster=CLUSTER, pipeline=asked)
+    for module in (model, reference):
+        module.train(case != "eval")
+    model(x=x)["loss"].backward()
+    parts = x.chunk(4) if case == "statistic" else [x]
+    for part in parts:
+        (reference(x=part)["loss"] / len(parts)).backward()
+    found = {"gradients": _difference(model, reference, "grad")}
+    for name, buffer in model.named_buffers():
+        found[name] = distance(buffer, reference.get_buffer(name))
+    return found
+
+
+@pytest.mark.parametrize("case", ["statistic", "two phases", "eval"])
+def test_a_backward_reads_buffers_as_its_forward_did(pool: RankPool, case: str) -> None:
+    for found in pool.run(_changing, case):
+        assert {k: v for k, v in found.items() if not v < FLOAT} == {}
+
+
+def _frozen_later() -> str:
+    _, model, batch = _pair()
+    model(**batch)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("h.0" not in name)
+    try:
+        model(**batch)
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_that_is_frozen_later_is_named(pool: RankPool) -> None:
+    for text in pool.run(_frozen_later, timeout=60.0):
+        assert "transformer.h.0.attn" in text
+        assert "before the model is made parallel" in text
+
+
+class Recurring(nn.Module):
+    """Calls a layer twice, and computes outside of its layers."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.a, self.b, self.case = nn.Linear(16, 16), nn.Linear(16, 16), case
+        self.c, self.d = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in (self.a, self.b, self.c, *[self.b] * (self.case == "twice")):
+            x = torch.tanh(layer(x))
+        loss = self.d(x).square().mean()
+        if self.case == "outside":
+            loss = loss + 1e-2 * torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        return {"loss": loss}
+
+
+def _recut(case: str) -> float:
+    torch.manual_seed(0)
+    model, x = Recurring(case), torch.randn(8, 16)
+    reference, model = pair(model, {"x": x}, {"pp": 2}, cluster=CLUSTER, pipeline=PLAIN)
+    for module in (model, reference):
+        module(x=x[:4])["loss"].backward()
+    return _difference(model, reference, "grad")
+
+
+@pytest.mark.parametrize("case", ["twice", "outside"])
+def test_another_batch_is_cut_as_the_first(pool: RankPool, case: str) -> None:
+    for difference in pool.run(_recut, case, timeout=60.0):
+        assert difference < FLOAT
+
+
 def _norms() -> dict[str, float]:
     reference, model, batch = _pair()
     for module in (model, reference):
@@ -201,6 +324,25 @@ def _norms() -> dict[str, float]:
 @pytest.mark.slow
 def test_norms_are_those_of_all_stages(pool: RankPool) -> None:
     for found in pool.run(_norms):
+        assert {k: v for k, v in found.items() if not v < FLOAT} == {}
+
+
+def _norms_of_a_frozen_stage() -> dict[str, float]:
+    """A rank whose stage is frozen takes part in the norm, though there is a copy of the model."""
+    model = seeded(llama)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name or "layers.1" in name)
+    split = Pipeline(micro_batches=4, split=["model.layers.1"])
+    reference, model, batch = _pair(build=lambda: model, pipeline=split)
+    average = copy.deepcopy(model)
+    for module in (model, reference):
+        module(**batch).loss.backward()
+    norms = [float(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)) for m in (model, reference)]
+    return {"norm": abs(norms[0] - norms[1]), "average": _difference(average, reference)}
+
+
+def test_a_rank_without_gradients_takes_part_in_norms(pool: RankPool) -> None:
+    for found in pool.run(_norms_of_a_frozen_stage):
         assert {k: v for k, v in found.items() if not v < FLOAT} == {}
 
 
@@ -228,6 +370,26 @@ def test_scalers_agree_on_an_overflow(pool: RankPool) -> None:
     # The first call does not know the scale yet, so it computes with one, and nothing overflows.
     assert found[0]["scales"] == found[1]["scales"] == [2.0**40, 2.0**39]
     assert [f["moved"] for f in found] == [[True, False]] * 2
+
+
+def _scaled_beside_a_frozen_stage() -> float:
+    model = seeded(llama)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name or "layers.1" in name)
+    split = Pipeline(micro_batches=4, split=["model.layers.1"])
+    _, model, batch = _pair(build=lambda: model, pipeline=split, mixed_precision="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scaler = GradScaler("cpu", init_scale=2.0**40)
+    for _ in range(2):
+        scaler.scale(model(**batch).loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return float(scaler.get_scale())
+
+
+def test_a_rank_without_gradients_shares_the_scale(pool: RankPool) -> None:
+    assert pool.run(_scaled_beside_a_frozen_stage, timeout=60.0) == [2.0**39] * 2
 
 
 def _failing(mesh: dict[str, int], rank: int) -> dict[str, str]:

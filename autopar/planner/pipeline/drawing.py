@@ -165,6 +165,10 @@ class Drawing:
     def _starts(self, whole: Whole, name: str, chunks: int) -> tuple[int, ...]:
         stages = self.ranks * chunks
         split = self.asked.split
+        if self.asked.like is not None:
+            blocks, starts = self.asked.like
+            if whole.seams.blocks[: starts[-1] + 1] == blocks[: starts[-1] + 1]:
+                return starts
         if not isinstance(split, str):
             starts = split_at(whole.micro.graph, whole.seams, split)
             if len(starts) != stages:

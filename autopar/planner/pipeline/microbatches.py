@@ -28,7 +28,8 @@ from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.graphs.dataflow import Dataflow, batch_size
 from autopar.planner.pipeline.indexed import SPECIAL, TIME, Option
 from autopar.sharding import LocalChoice, LocalLength, ShardingSpec, Strategy
-from autopar.strategies import combine, flops, localize, strategies
+from autopar.sharding.strategy import moved_axes, ring_axes
+from autopar.strategies import combine, flops, halos, lent, localize, strategies
 from autopar.strategies.registry import LocalCall
 
 PLACED = frozenset(
@@ -358,12 +359,21 @@ class _Walk:
             metas = tuple(self.graph.meta(v) for v in node.inputs)
             found = []
             for o in strategies(node, metas, self.mesh):
+                if self._exchanges(node, o, metas):
+                    continue
                 combined = bool(o.axes and o.axes[0]) and combine(node, o, metas, self.mesh) is not None
                 if combined or self._placed(node, o, metas) is not None:
                     found.append(Option(o, combined))
             self._options[kind] = tuple(found)
         special = SPECIAL.get(node.packet)
         return self._options[kind] if special is None else [*self._options[kind], *special(self.graph, node)]
+
+    def _exchanges(self, node: Node, option: Strategy, metas: Sequence[TensorMeta]) -> bool:
+        """Whether ranks would read rows of each other inside of the op: of other micro-batches there are none."""
+        given = tuple(metas)
+        if ring_axes(option) or moved_axes(option) or lent(node, option, given, self.mesh) is not None:
+            return True
+        return bool(halos(node, option, given, self.mesh))
 
     def _is_statistic(self, node: Node, option: Strategy) -> bool:
         """Whether the op summarizes the batch: numbers without the batch's dim, which no index into it is."""

@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.accumulation import add_to_gradient, summed
 from autopar.runtime.gathering import EVERY_RANK, gather_whole
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.pipeline.absent import absent_at, positions_of, whole
+from autopar.runtime.pipeline.absent import absent_at, absent_tensors, positions_of, whole
 from autopar.runtime.pipeline.norms import norms_over_pipelines
 from autopar.runtime.pipeline.running import add_tied
 from autopar.runtime.pipeline.state import PipelineState
@@ -54,6 +54,14 @@ class PipelineModule(ParallelModule):
                 hint="ask for it there; parameters() lists those of this rank.",
             )
         return super().get_parameter(target)
+
+    def requires_grad_(self, requires_grad: bool = True) -> PipelineModule:
+        """Change all parameters, also what this rank knows of those of other stages."""
+        for each in absent_tensors(self).values():
+            if isinstance(each.tensor, nn.Parameter):
+                each.tensor.requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
+        return self
 
     def gathered_state(self, caller: str, *, keep: bool) -> dict[str, Any]:
         """Return the state of all stages with whole tensors on the host; every rank must call it.

@@ -30,15 +30,18 @@ def norms_over_pipelines(model: nn.Module) -> None:
 def pipeline_of(gradients: Sequence[Tensor]) -> tuple[PipelineState, list[Tensor]] | None:
     """Return the pipeline that some of ``gradients`` belong to, and those of them that count on this rank.
 
-    A rank without gradients takes part for the only pipeline that there is.
+    A rank without gradients takes part for the pipeline whose backward ran last: there may be copies of it.
     """
     models: list[Any] = list(_PIPELINES)
     known = {id(g) for g in gradients} if models else set()
     for model in models:
         own = {id(p.grad): name for name, p in model.named_parameters() if p.grad is not None}
-        if own.keys() & known or (not gradients and len(models) == 1):
+        if own.keys() & known:
             state: PipelineState = model._autopar
             return state, [g for g in gradients if id(g) not in own or state.counts(own[id(g)])]
+    states: list[PipelineState] = [vars(model)["_autopar"] for model in models if "_autopar" in vars(model)]
+    if not gradients and states:
+        return max(states, key=lambda state: state.delivered), []
     return None
 
 

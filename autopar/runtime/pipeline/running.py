@@ -7,6 +7,7 @@ alone, the call runs all forwards and ``backward()`` all backwards.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from autopar.ir import Input, TensorMeta
 from autopar.mesh import Mesh
 from autopar.runtime.accumulation import Sums, summed
 from autopar.runtime.agreement import warn_of_other_values
-from autopar.runtime.execution import check_backward, local_tangent, plain_outputs, spec_of, uncast
+from autopar.runtime.execution import check_backward, keep_apart, local_tangent, plain_outputs, spec_of, uncast
 from autopar.runtime.measured_steps import Marks, StepClock, stamp
 from autopar.runtime.pipeline.failures import stopping_all_ranks
 from autopar.runtime.pipeline.rows import Rows
@@ -41,6 +42,8 @@ from autopar.spmd.ranks import ProcessRank
 
 AHEAD = "ahead:"
 """Prefix of inputs that are computed of the whole batch before the first forward."""
+
+_BACKWARDS = itertools.count(1)
 
 
 def run_pipeline(
@@ -246,6 +249,10 @@ class PipelineRun:
         return torch.zeros(local, dtype=getattr(torch, meta.dtype), device=self.rank.device)
 
     def keep(self, stage: StagePrograms, micro_batch: int, results: Sequence[Any]) -> None:
+        saved = self.loop.saved.get((stage.number, micro_batch))
+        if saved and stage.mutations_at:
+            program: Any = stage.program
+            keep_apart(program, saved, lambda name: _torch.shard_of(self.stored.tensor(name)))
         for at in stage.outputs_at:
             self.made.setdefault(stage.program.results[at][0].name, {})[micro_batch] = results[at]
         for at in stage.mutations_at:
@@ -402,6 +409,7 @@ class PipelineRun:
             scale: by which the gradients that the loop has made are multiplied.
         """
         made, sums, held = self.loop.gradients, self.loop.sums, self.sums
+        self.state.delivered = next(_BACKWARDS)
         if scale != 1.0:
             for tensor in (*made.values(), *sums.values()):
                 tensor.mul_(scale)

@@ -121,6 +121,7 @@ class PipelineState(State):
         scale: the gradient of the loss with which the schedule runs before ``backward`` tells it.
         trains: whether the present call has gradients.
         failed: the error that has stopped the pipeline.
+        delivered: number of its last backward among those of all pipelines; 0 if there was none.
     """
 
     whole_mesh: DeviceMesh | None = None
@@ -132,6 +133,7 @@ class PipelineState(State):
     scale: float = 1.0
     failed: str = ""
     trains: bool = True
+    delivered: int = 0
     links: Links = field(init=False)
     group: Any = field(init=False)
     tied_groups: dict[tuple[int, ...], Any] = field(init=False)
