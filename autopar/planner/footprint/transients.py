@@ -19,7 +19,7 @@ from autopar.planner.footprint import transients_of_norms as norms
 from autopar.planner.footprint import transients_of_products as products
 from autopar.planner.footprint import transients_of_routing as routing
 from autopar.planner.footprint import transients_of_windows as windows
-from autopar.planner.footprint.layouts import NEEDS_CONTIGUOUS
+from autopar.planner.footprint.layouts import ATTENTION, NEEDS_CONTIGUOUS, by_rows
 from autopar.planner.footprint.local_op import Formulas, LocalOp, local_op, windowed
 from autopar.planner.footprint.op_work import VIEWS
 from autopar.sharding import Strategy
@@ -40,12 +40,15 @@ def min_transients(node: Node, option: Strategy, metas: Sequence[TensorMeta], me
     """Return the least transients that the op has, whatever the strides of its operands.
 
     It may hold more, since operands that are not contiguous may be copied besides; what a contraction copies depends on
-    strides alone. Of operands with halos, the window counts beyond the rank's own rows, which may have gone by then.
+    strides alone. Attention lays its results out by rows, and copies those whose operand is laid out in another way. Of
+    operands with halos, the window counts beyond the rank's own rows, which may have gone by then.
     """
     if node.packet == "autopar.contract" or (node.packet not in FORMULAS and find_lowering(node) is None):
         return 0
     one = local_op(node, option, metas, mesh, device)
     operands = list(one.operands)
+    if node.packet in ATTENTION:
+        operands = [(by_rows(x.shape) if len(x.shape) > 3 else x, size) for x, size in operands]
     for h in halos(node, option, tuple(metas), mesh) or ():
         x, size = operands[h.operand]
         operands[h.operand] = windowed(x, h, one.at).layout, size
