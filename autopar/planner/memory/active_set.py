@@ -9,7 +9,7 @@ the option that causes these bytes, since other options may hold less there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir import Graph
-from autopar.planner.memory.points import ProgramPoint, end, rerun
+from autopar.planner.memory.live_ranges import replaces_original
+from autopar.planner.memory.points import ProgramPoint, end, replaced, rerun
 from autopar.planner.memory.redistributed_operands import RedistributedOperands
 from autopar.planner.memory.usages import MemoryUsages
 from autopar.planner.options import Options
@@ -107,8 +107,8 @@ class ActiveSet:
         nodes = self.decisions.graph.nodes
         turn = min(self.margins).node
         layer = (len(nodes) - turn) / max(depth, 1)
-        over = _peaks(program, self.decisions.graph, timeline, budget)
-        near_turn = [p for p in _peaks(program, self.decisions.graph, timeline, 0) if abs(p[0].node - turn) < layer]
+        over = _peaks(program, self.decisions, timeline, budget)
+        near_turn = [p for p in _peaks(program, self.decisions, timeline, 0) if abs(p[0].node - turn) < layer]
         for point, _ in (*over[:MAX_NEW_POINTS], *near_turn[:MAX_NEW_POINTS]):
             self.margins.setdefault(point, 0.0)
 
@@ -137,7 +137,7 @@ class ActiveSet:
             Whether any constraint is new or tighter.
         """
         changed = False
-        for point, (held, op) in _peaks(program, self.decisions.graph, timeline, budget)[:MAX_NEW_POINTS]:
+        for point, (held, op) in _peaks(program, self.decisions, timeline, budget)[:MAX_NEW_POINTS]:
             modelled = self._modelled(choice, point)
             new = point not in self.margins
             # A constraint that cuts off this program without a margin gets none yet: so far its bound holds for all.
@@ -155,7 +155,7 @@ class ActiveSet:
     def as_held(self, choice: Sequence[int], program: Program, timeline: Sequence[int]) -> ActiveSet:
         """Return an active set of the same points, whose margins are what ``program`` holds there beyond what the
         constraints count."""
-        found, held = self.copy(), held_by_point(program, self.decisions.graph, timeline)
+        found, held = self.copy(), held_by_point(program, self.decisions, timeline)
         for point in found.margins:
             there = held[point].bytes if point in held else 0
             found.margins[point] = max(there - self._modelled(choice, point), 0.0)
@@ -198,9 +198,9 @@ class Held(NamedTuple):
     op: Op
 
 
-def _peaks(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> list[tuple[ProgramPoint, Held]]:
+def _peaks(program: Program, d: Decisions, timeline: Sequence[int], budget: float) -> list[tuple[ProgramPoint, Held]]:
     """Return every local peak over ``budget`` with its point, the highest first."""
-    held = held_by_point(program, graph, timeline)
+    held = held_by_point(program, d, timeline)
     sizes = [at.bytes for at in held.values()]
     found = [
         (point, at)
@@ -210,17 +210,19 @@ def _peaks(program: Program, graph: Graph, timeline: Sequence[int], budget: floa
     return sorted(found, key=lambda peak: -peak[1].bytes)
 
 
-def held_by_point(program: Program, graph: Graph, timeline: Sequence[int]) -> dict[ProgramPoint, Held]:
+def held_by_point(program: Program, d: Decisions, timeline: Sequence[int]) -> dict[ProgramPoint, Held]:
     """Return the most that ``program`` holds at each program point, the last point first.
 
     Args:
         timeline: the bytes that are held while each op runs, and at the end.
     """
+    graph = d.graph
     following = point = end(graph)
     held = {point: Held(timeline[-1], program.ops[-1])}
+    replacing = dict(_replacing(program, d))
     for op, size in zip(program.ops[::-1], timeline[-2::-1], strict=True):
         if op.kind != "compute":
-            point = point.preparing
+            point = replacing.get(op.name, point.preparing)
         elif op.name.endswith(AGAIN):
             point = rerun(graph, op.node, following)
         else:
@@ -228,3 +230,16 @@ def held_by_point(program: Program, graph: Graph, timeline: Sequence[int]) -> di
         if point not in held or size > held[point].bytes:
             held[point] = Held(size, op)
     return held
+
+
+def _replacing(program: Program, d: Decisions) -> Iterator[tuple[str, ProgramPoint]]:
+    """Yield the ops that follow the maker of a value at once and make the copy that replaces it, with their points."""
+    last = ""
+    for op in program.ops:
+        if op.kind == "compute":
+            last = op.name
+        elif op.kind == "redistribute" and op.node == last:
+            at = d.index.get(f"{op.name.partition('|')[0]}@{op.phase}")
+            value = d.variables[at].value if at is not None else None
+            if at is not None and value is not None and replaces_original(d, d.variables[at]):
+                yield op.name, replaced(d.graph.order[value.node], value.index)

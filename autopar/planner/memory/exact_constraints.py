@@ -282,7 +282,7 @@ class _PointNodes:
     @property
     def again(self) -> int | None:
         """The index of the node that is run again at the point."""
-        return self.point.again if self.point.stage == Stage.RERUN else None
+        return self.point.which if self.point.stage == Stage.RERUN else None
 
     @cached_property
     def ops(self) -> dict[int, tuple[_RerunState, ...]]:

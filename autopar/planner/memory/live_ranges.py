@@ -7,13 +7,15 @@ of a value that nobody reads any more passes to its views.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.holding import Event
 from autopar.ir import Graph, Node, Phase, Value
+from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.graphs.accumulation import is_gradient
-from autopar.planner.memory.points import ProgramPoint, after, before, rerun
+from autopar.planner.memory.points import ProgramPoint, after, before, before_operands, replaced, rerun
 from autopar.planner.problem.variables import Decisions, Variable, copy_key, forced_key, hold_key
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -43,7 +45,7 @@ class LiveRanges:
     reads: Mapping[Phase, tuple[Mapping[Value, int], Mapping[Value, int]]]
     stored: Collection[Value]
     turn: int
-    released_by: Mapping[Phase, Mapping[Value, str]]
+    released_by: Mapping[Phase, MutableMapping[Value, str]]
 
 
 def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
@@ -62,7 +64,7 @@ def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
         for phase in PHASES
     }
     forward = _through_views(d, _last_reads(graph, at, "forward", returned))
-    return LiveRanges(
+    found = LiveRanges(
         at,
         forward,
         {v: (first[v], last[v]) for v in first},
@@ -70,8 +72,10 @@ def live_ranges(d: Decisions, *, holds: bool = True) -> LiveRanges:
         reads,
         {o.value for o in graph.outputs if is_gradient(o)},
         turn,
-        _released_by(d, holds=holds),
+        {phase: {} for phase in PHASES},
     )
+    _find_released(d, found, holds=holds)
+    return found
 
 
 def replaces_original(d: Decisions, copy: Variable) -> bool:
@@ -80,27 +84,50 @@ def replaces_original(d: Decisions, copy: Variable) -> bool:
 
     This is never so for values that are no op's results, such as parameters: they stay in memory anyway.
     """
+    return _serves_all(d, copy) and copy.value is not None and not _shared(d, copy.value)
+
+
+def _serves_all(d: Decisions, copy: Variable) -> bool:
+    """Whether nobody reads a value in the spec in which an op makes it once a copy is there."""
     value = copy.value
     if value is None or copy.key != copy_key(value, copy.phase) or forced_key(value) in d.index:
         return False
     both = hold_key(value) not in d.index and copy_key(value, "backward") in d.index
     later = both and (copy.phase == "forward" or value in d.returned)
-    return _made_by_op(d, value) and not later and not _shared(d, value)
+    return _made_by_op(d, value) and not later
 
 
-def replacement_range(d: Decisions, copy: Variable, live: LiveRanges) -> tuple[ProgramPoint, ProgramPoint]:
-    """Return when a copy that replaces its original is made, with both in memory, and when it is last read.
+class CopyRange(NamedTuple):
+    """When a copy variable holds its value for all readers of a phase, as it was made or redistributed.
 
-    In the phase in which the value is made, the copy is made at once.
+    Args:
+        made: the point up to which the original is held.
+        first, last: the points between which the copy is held.
+        share: of the value's bytes that are the original's own.
     """
-    assert copy.value is not None
-    first, last = live.reads[copy.phase]
-    soon = live.at[copy.value.node] + 1
-    if d.graph.by_name[copy.value.node].phase != copy.phase:
-        soon = first.get(copy.value, soon)
-    if copy.value in live.released_by[copy.phase]:
-        return before(soon), before(last[copy.value])
-    return before(soon), ProgramPoint(last.get(copy.value, soon))
+
+    made: ProgramPoint
+    first: ProgramPoint
+    last: ProgramPoint
+    share: float
+
+
+def copy_range(d: Decisions, copy: Variable, live: LiveRanges) -> CopyRange | None:
+    """Return when a copy holds its value; None if the original stays in memory beside it.
+
+    A copy that replaces its original is made at once in the phase in which the value is made, and any other before its
+    first reader, when other operands may be redistributed too: at that moment only the copy counts.
+    """
+    value, (first, last) = copy.value, live.reads[copy.phase]
+    if value is None or value not in first or not _serves_all(d, copy):
+        return None
+    made, start = before_operands(first[value]), before(first[value])
+    if d.graph.by_name[value.node].phase == copy.phase and not _shared(d, value):
+        made = replaced(live.at[value.node], value.index)
+        start = made.next
+    share = own_share(d, value, start, live)
+    end = before(last[value]) if value in live.released_by[copy.phase] else ProgramPoint(last[value])
+    return CopyRange(made, start, end, share) if share else None
 
 
 def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint:
@@ -109,13 +136,12 @@ def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> ProgramPo
     ends = [after(at) if value in live.stored else ProgramPoint(at)]
     for phase in _phases(d, value):
         copy = d.index.get(copy_key(value, phase))
-        last = live.reads[phase][1]
-        if copy is not None and replaces_original(d, d.variables[copy]):
-            ends.append(replacement_range(d, d.variables[copy], live)[0])
-        elif value in live.released_by[phase]:
-            ends.append(before(last.get(value, at)))
+        held = copy_range(d, d.variables[copy], live) if copy is not None else None
+        last = live.reads[phase][1].get(value, at)
+        if held is not None:
+            ends.append(held.made)
         else:
-            ends.append(ProgramPoint(last.get(value, at)))
+            ends.append(before(last) if value in live.released_by[phase] else ProgramPoint(last))
     return max(ends)
 
 
@@ -159,11 +185,18 @@ def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[Progra
     size = sum(m.bytes for n in views for m in n.outputs if m is not None)
     share = min(1.0, d.graph.meta(value).bytes / size) if size else 1.0
     read = ProgramPoint(live.reads[phase][1].get(value, live.at[view.name]))
-    first = max(last_in_made_spec(d, value, live), read).following
+    first = max(last_in_made_spec(d, value, live), read).next
     if base.name in d.views:
         earlier, part = inherited_memory(d, base, live)
         return max(first, earlier), share * part
     return first, share
+
+
+def own_share(d: Decisions, value: Value, point: ProgramPoint, live: LiveRanges) -> float:
+    """Return the share of a value's bytes that count at ``point`` as its own: 0 of a view while its base counts."""
+    node = d.graph.by_name[value.node]
+    first, share = inherited_memory(d, node, live) if node.name in d.views else (point, 1.0)
+    return share if first <= point else 0.0
 
 
 def held_points(d: Decisions, value: Value, live: LiveRanges) -> dict[Event, ProgramPoint]:
@@ -183,7 +216,9 @@ def held_points(d: Decisions, value: Value, live: LiveRanges) -> dict[Event, Pro
         Event.DONE: last.preparing if value in live.released_by["backward"] else last,
     }
     if value.node not in d.views:
-        return at | {Event.REMADE: rerun(d.graph, value.node, first)}
+        again = rerun(d.graph, value.node, first)
+        overwrites = may_overwrite(d.graph.by_name[value.node], d.graph)
+        return at | {Event.REMADE: again.next if overwrites else again}
     gone = base_live_until(d, value, live)
     return at if gone is None else at | {Event.REMADE: gone.next}
 
@@ -205,14 +240,13 @@ def base_live_until(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoin
     return end
 
 
-def _released_by(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
-    """Find the op that releases each value, by phase. A hold variable is no reader: it holds the value from its making
-    on."""
+def _find_released(d: Decisions, live: LiveRanges, *, holds: bool) -> None:
+    """Find the op that releases each value, by phase, makers before readers. A hold variable is no reader: it holds the
+    value from its making on."""
     readers: dict[tuple[int, int], list[Variable]] = {}
     for use in d.uses:
         if not use.rerun and not use.kept and d.variables[use.target].kind != "hold":
             readers.setdefault((use.source, use.out), []).append(d.variables[use.target])
-    found: dict[Phase, dict[Value, str]] = {phase: {} for phase in PHASES}
     for (source, out), targets in readers.items():
         s = d.variables[source]
         nodes = [t.node.name for t in targets if t.kind == "op" and t.node is not None]
@@ -220,16 +254,17 @@ def _released_by(d: Decisions, *, holds: bool) -> dict[Phase, dict[Value, str]]:
             continue
         last = max(nodes, key=d.graph.order.__getitem__)
         value = s.value if s.node is None else Value(s.node.name, out)
-        if value is not None and _is_released(d, s, value, alone=len(nodes) == 1):
-            found[targets[0].phase][value] = last
-    return found
+        if value is not None and _is_released(d, s, value, nodes, live):
+            live.released_by[targets[0].phase][value] = last
 
 
-def _is_released(d: Decisions, source: Variable, value: Value, *, alone: bool) -> bool:
+def _is_released(d: Decisions, source: Variable, value: Value, readers: Sequence[str], live: LiveRanges) -> bool:
     if source.kind == "copy":
-        return not any(source.kept) and replaces_original(d, source)
-    alone_or_held = alone if source.kind == "op" else source.kind == "hold" and value not in d.returned
-    return alone_or_held and not _shared(d, value)
+        return not any(source.kept) and copy_range(d, source, live) is not None
+    if source.kind == "hold":
+        return value not in d.returned and not _shared(d, value)
+    alone = source.kind == "op" and len(readers) == 1
+    return alone and own_share(d, value, ProgramPoint(live.at[readers[0]]), live) > 0
 
 
 def _first_reads(graph: Graph, at: Mapping[str, int], phase: Phase) -> dict[Value, int]:

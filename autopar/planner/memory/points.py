@@ -9,11 +9,13 @@ from autopar.ir import Graph
 
 
 class Stage(IntEnum):
-    """What is done for a node, in order: other nodes are run again, its operands are redistributed, it runs."""
+    """What is done for a node, in order: other nodes are run again, its operands are redistributed, it runs, and its
+    results are replaced by copies of them that all read."""
 
     RERUN = 0
     BEFORE = 1
     RUNNING = 2
+    REPLACED = 3
 
 
 class ProgramPoint(NamedTuple):
@@ -21,18 +23,18 @@ class ProgramPoint(NamedTuple):
 
     Args:
         node: index of the node that runs then or next; the graph's length is the end of the step.
-        stage: what is done for it. What follows a node at once is done before the next.
-        again: where another node is run again for it, that node's index.
+        stage: what is done for it. What else follows a node at once is done before the next.
+        which: the index of the node that is run again, or of the result that is replaced.
     """
 
     node: int
     stage: Stage = Stage.RUNNING
-    again: int = 0
+    which: int = 0
 
     @property
     def key(self) -> int:
         """A number that orders points as they are ordered."""
-        return self.node << 34 | self.stage << 32 | self.again
+        return self.node << 34 | self.stage << 32 | self.which
 
     @property
     def running(self) -> bool:
@@ -44,16 +46,9 @@ class ProgramPoint(NamedTuple):
         return self._replace(stage=Stage.BEFORE) if self.running else self
 
     @property
-    def following(self) -> ProgramPoint:
-        """The stage after this one."""
-        return before(self.node + 1) if self.running else ProgramPoint(self.node)
-
-    @property
     def next(self) -> ProgramPoint:
         """The first point after this one."""
-        if self.running:
-            return ProgramPoint(self.node + 1, Stage.RERUN)
-        return self._replace(again=self.again + 1)
+        return ProgramPoint(self.node, Stage.REPLACED) if self.running else self._replace(which=self.which + 1)
 
 
 def before(node: int) -> ProgramPoint:
@@ -61,9 +56,19 @@ def before(node: int) -> ProgramPoint:
     return ProgramPoint(node, Stage.BEFORE)
 
 
+def before_operands(node: int) -> ProgramPoint:
+    """Return the last point before the operands of a node are redistributed."""
+    return ProgramPoint(node, Stage.RERUN, 2**32 - 1)
+
+
 def after(node: int) -> ProgramPoint:
     """Return the point just after a node, which is the one before the next."""
     return before(node + 1)
+
+
+def replaced(node: int, result: int) -> ProgramPoint:
+    """Return the point at which a node's result is replaced by a copy."""
+    return ProgramPoint(node, Stage.REPLACED, result)
 
 
 def rerun(graph: Graph, node: str, reader: ProgramPoint) -> ProgramPoint:

@@ -20,14 +20,8 @@ import numpy.typing as npt
 from autopar.ir import Phase, Value
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import MAKES_NEW
-from autopar.planner.memory.live_ranges import (
-    LiveRanges,
-    last_read,
-    live_ranges,
-    replacement_range,
-    replaces_original,
-)
-from autopar.planner.memory.points import ProgramPoint, after, before
+from autopar.planner.memory.live_ranges import LiveRanges, copy_range, last_read, live_ranges
+from autopar.planner.memory.points import ProgramPoint, Stage, after, before
 from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec
 from autopar.solver import Edge, Problem, Usage
@@ -169,8 +163,9 @@ class RedistributedOperands:
         if target.kind == "output" and value is not None:
             return after(live.at[value.node]), ProgramPoint(last_read(self.decisions, value, live))
         if target.kind == "copy" and value is not None and not target.key.endswith("@module"):
-            if replaces_original(self.decisions, target):
-                return (replacement_range(self.decisions, target, live)[0],) * 2
+            held = copy_range(self.decisions, target, live)
+            if held is not None:
+                return (held.made, held.made) if held.made.stage == Stage.REPLACED else None
             return self._reads(value, target.phase)
         return None
 

@@ -24,13 +24,13 @@ from autopar.planner.memory.lifetimes import of_input, of_output
 from autopar.planner.memory.live_ranges import (
     PHASES,
     LiveRanges,
+    copy_range,
     held_points,
     inherited_memory,
     last_in_made_spec,
     last_read,
     live_ranges,
-    replacement_range,
-    replaces_original,
+    own_share,
 )
 from autopar.planner.memory.points import ProgramPoint, after, before, end
 from autopar.planner.options import Options
@@ -61,7 +61,8 @@ class MemoryUsages:
     @classmethod
     def of(cls, d: Decisions, options: Options) -> MemoryUsages:
         tick("held variable", len(d.variables))
-        live, made, option_bytes = live_ranges(d), _gradient_points(d), _OptionBytes(d, options)
+        live, option_bytes = live_ranges(d), _OptionBytes(d, options)
+        made = _gradient_points(d, live)
         found = [
             (i, size, first, last)
             for i, v in enumerate(d.variables)
@@ -133,7 +134,7 @@ def static_usages(
         views_tied: leave out hold variables of views, which share the memory of their base.
     """
     live = live_ranges(d, holds=holds)
-    made, sizes = _gradient_points(d), _OptionBytes(d, options)
+    made, sizes = _gradient_points(d, live), _OptionBytes(d, options)
     found: list[Usage] = []
     for i, v in enumerate(d.variables):
         view = v.kind == "hold" and v.value is not None and v.value.node in d.views
@@ -278,9 +279,8 @@ def _copy_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRange
     d = sizes.d
     size = sizes.made(d.graph.meta(value), v.options, 0)
     kept = np.array(v.kept or (False,) * len(v.options))
-    if replaces_original(d, v):
-        beside, last = replacement_range(d, v, live)
-        yield size * ~kept, beside.following, last
+    if (found := copy_range(d, v, live)) is not None:
+        yield found.share * size * ~kept, found.first, found.last
     if kept.any() and value in live.backward:  # until then the forward's own copy counts
         yield size * kept, after(live.forward.get(value, -1)), live.backward[value][1]
 
@@ -290,11 +290,8 @@ def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -
     at = live.at[node.name]
     for value in dict.fromkeys(node.inputs):
         if live.released_by[node.phase].get(value) == node.name:
-            yield (
-                sizes.read(d.graph.meta(value), v.options, node.inputs.index(value)),
-                ProgramPoint(at),
-                ProgramPoint(at),
-            )
+            size = sizes.read(d.graph.meta(value), v.options, node.inputs.index(value))
+            yield own_share(d, value, ProgramPoint(at), live) * size, ProgramPoint(at), ProgramPoint(at)
     # While it runs it may overwrite an operand, and constraints must not count more than is held.
     first, share = after(at) if may_overwrite(node, d.graph) else ProgramPoint(at), 1.0
     if node.name in d.views:
@@ -305,17 +302,22 @@ def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -
 
 
 class _GradientPoints(NamedTuple):
-    """The node that makes a gradient, and that from which on it is certainly in its parameter's spec."""
+    """The last node at which a gradient counts as a value, and that from which on it is certainly in its parameter's
+    spec."""
 
     at: int
     reduced: int
 
 
-def _gradient_points(d: Decisions) -> dict[str, _GradientPoints]:
+def _gradient_points(d: Decisions, live: LiveRanges) -> dict[str, _GradientPoints]:
     """Return when each parameter's gradient is made and reduced. Each further step of its redistribution is taken when
     the next result is made."""
     points = sorted({d.graph.order[o.value.node] for o in d.graph.outputs})
     ends = [*points, *[len(d.graph.nodes)] * 2 * d.mesh.ndim]
     reduced = {point: ends[i + 2 * d.mesh.ndim - 1] for i, point in enumerate(points)}
-    found = ((o.name, d.graph.order[o.value.node]) for o in d.graph.outputs if o.kind == "gradient")
-    return {name: _GradientPoints(at, max(reduced[at], at + 1)) for name, at in found}
+    found = {}
+    for o in d.graph.outputs:
+        if o.kind == "gradient":
+            at = last_read(d, o.value, live)
+            found[o.name] = _GradientPoints(at, max(reduced[d.graph.order[o.value.node]], at + 1))
+    return found
