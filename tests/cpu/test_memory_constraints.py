@@ -30,12 +30,17 @@ from autopar.planner.schedule.schedule import schedule
 from autopar.solver import Problem, solve
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 
-MESHES = ((4,), (2, 2))
-CASES = [("mlp", share) for share in (0.6, 0.85)] + [
-    pytest.param(name, share, marks=pytest.mark.slow)
-    for name, share in [("mlp", 0.7), *((name, share) for name in ("gpt2", "llama") for share in (0.4, 0.45))]
+CASES = [
+    *(("mlp", share, shape) for share in (0.6, 0.85) for shape in ((4,), (2, 2))),
+    *(
+        pytest.param(name, share, shape, marks=pytest.mark.slow)
+        for name, share in [("mlp", 0.7), *((name, share) for name in ("gpt2", "llama") for share in (0.4, 0.45))]
+        for shape in ((4,), (2, 2))
+    ),
+    pytest.param("mixtral", 0.5, (2, 2), marks=pytest.mark.slow),
+    pytest.param("outside", 0.5, (4,), marks=pytest.mark.slow),
 ]
-"""Budgets as shares of the free plan's peak."""
+"""Budgets as shares of the free plan's peak, and meshes."""
 
 ROUNDING = 1e-9
 """Share of the peak: the constraints count shares of views, in floating point."""
@@ -84,8 +89,7 @@ def highest_over(d: Decisions, choice: Sequence[int], prices: Prices, options: O
     return max(modelled[p] - held[p] for p in held) / max(held.values())
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize(("name", "share"), CASES)
+@pytest.mark.parametrize(("name", "share", "shape"), CASES, ids=str)
 def test_constraints_never_count_more_than_the_program_holds(name: str, share: float, shape: tuple[int, ...]) -> None:
     """Else the bound on all plans within a budget would not hold."""
     graph, mesh = subject(name, torch.float32, 0.0).capture.graph, Mesh(shape)

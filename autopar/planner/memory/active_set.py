@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.memory.live_ranges import replaces_original
 from autopar.planner.memory.points import ProgramPoint, end, replaced, rerun
 from autopar.planner.memory.redistributed_operands import RedistributedOperands
@@ -233,13 +234,16 @@ def held_by_point(program: Program, d: Decisions, timeline: Sequence[int]) -> di
 
 
 def _replacing(program: Program, d: Decisions) -> Iterator[tuple[str, ProgramPoint]]:
-    """Yield the ops that follow the maker of a value at once and make the copy that replaces it, with their points."""
-    last = ""
+    """Yield the ops that follow the maker of a value at once and replace the value, with their points: they make the
+    copy that all read, or begin to reduce a gradient."""
+    gradients = {str(o.value): o.value for o in d.graph.outputs if is_gradient(o)}
+    maker = ""
     for op in program.ops:
         if op.kind == "compute":
-            last = op.name
-        elif op.kind == "redistribute" and op.node == last:
-            at = d.index.get(f"{op.name.partition('|')[0]}@{op.phase}")
-            value = d.variables[at].value if at is not None else None
-            if at is not None and value is not None and replaces_original(d, d.variables[at]):
-                yield op.name, replaced(d.graph.order[value.node], value.index)
+            maker = op.name
+        elif op.kind == "redistribute" and op.node == maker:
+            name = op.name.partition("|")[0]
+            copy = d.variables[d.index.get(f"{name}@{op.phase}", 0)]
+            value = copy.value if replaces_original(d, copy) else gradients.get(name)
+            if value is not None:
+                yield op.name, replaced(d.graph.order[op.node], value.index)

@@ -133,7 +133,7 @@ def copy_range(d: Decisions, copy: Variable, live: LiveRanges) -> CopyRange | No
 def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint:
     """Return the last point at which a result is held in the spec in which it is made."""
     at = live.at[value.node]
-    ends = [after(at) if value in live.stored else ProgramPoint(at)]
+    ends = [replaced(at, value.index) if value in live.stored else ProgramPoint(at)]
     for phase in _phases(d, value):
         copy = d.index.get(copy_key(value, phase))
         held = copy_range(d, d.variables[copy], live) if copy is not None else None
@@ -208,12 +208,15 @@ def held_points(d: Decisions, value: Value, live: LiveRanges) -> dict[Event, Pro
     if value not in live.backward:
         return {}
     first, last = live.backward[value]
+    base = value
+    while base.node in d.views:
+        base = d.graph.by_name[base.node].inputs[0]
     at = {
         Event.MADE: after(live.at[value.node]),
-        Event.LEFT: after(live.forward.get(value, live.at[value.node])),
+        Event.LEFT: after(live.forward.get(base, live.at[value.node])),
         Event.BACK: first.preparing,
         Event.RESTORED: live.earliest[value].preparing,
-        Event.DONE: last.preparing if value in live.released_by["backward"] else last,
+        Event.DONE: last.preparing if value in live.released_by["backward"] or value in d.returned else last,
     }
     if value.node not in d.views:
         again = rerun(d.graph, value.node, first)

@@ -21,7 +21,7 @@ from autopar.ir import Phase, Value
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import MAKES_NEW
 from autopar.planner.memory.live_ranges import LiveRanges, copy_range, last_read, live_ranges
-from autopar.planner.memory.points import ProgramPoint, Stage, after, before
+from autopar.planner.memory.points import ProgramPoint, Stage, after, before, replaced
 from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec
 from autopar.solver import Edge, Problem, Usage
@@ -159,7 +159,7 @@ class RedistributedOperands:
             last = value_read is not None and live.released_by[target.phase].get(value_read) == target.node.name
             return before(at), before(at) if last else ProgramPoint(at)
         if target.kind == "parameter" and use.position < 0 and source is not None:
-            return (after(live.at[source.name]),) * 2
+            return (replaced(live.at[source.name], use.out),) * 2
         if target.kind == "output" and value is not None:
             return after(live.at[value.node]), ProgramPoint(last_read(self.decisions, value, live))
         if target.kind == "copy" and value is not None and not target.key.endswith("@module"):

@@ -32,7 +32,7 @@ from autopar.planner.memory.live_ranges import (
     live_ranges,
     own_share,
 )
-from autopar.planner.memory.points import ProgramPoint, after, before, end
+from autopar.planner.memory.points import ProgramPoint, after, before, end, replaced
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions, Variable, copy_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
@@ -268,8 +268,8 @@ def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _Grad
     on_host = np.array(v.host_state_bytes or (0,) * len(v.options), dtype=np.float64)
     yield parameters + optimizer - on_host, ProgramPoint(0), over
     unreduced = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
-    at, reduced = made.get(meaning.name, (over.node, over.node))
-    yield np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), ProgramPoint(at + 1), before(reduced)
+    first, reduced = made.get(meaning.name, (over, over.node))
+    yield np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), first, before(reduced)
     yield unreduced, ProgramPoint(reduced), over.preparing
     yield gradients, over, over
     yield step * (on_host == 0), over, over
@@ -302,10 +302,10 @@ def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -
 
 
 class _GradientPoints(NamedTuple):
-    """The last node at which a gradient counts as a value, and that from which on it is certainly in its parameter's
-    spec."""
+    """The first point at which a gradient counts as its parameter's and no more as a value, and the node from which on
+    it is certainly in the parameter's spec."""
 
-    at: int
+    first: ProgramPoint
     reduced: int
 
 
@@ -318,6 +318,7 @@ def _gradient_points(d: Decisions, live: LiveRanges) -> dict[str, _GradientPoint
     found = {}
     for o in d.graph.outputs:
         if o.kind == "gradient":
-            at = last_read(d, o.value, live)
-            found[o.name] = _GradientPoints(at, max(reduced[d.graph.order[o.value.node]], at + 1))
+            at, last = d.graph.order[o.value.node], last_read(d, o.value, live)
+            first = max(replaced(at, o.value.index), ProgramPoint(last)).next
+            found[o.name] = _GradientPoints(first, max(reduced[at], last + 1))
     return found
