@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.makespan import simulate
 from autopar.planner import Options
 from autopar.planner.baselines.roles import baselines
+from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.pipeline import search
 from autopar.planner.pipeline.search import BY_HAND, pipelines_by_hand
+from autopar.planner.pipeline.stages import cut
 from autopar.plans.pipeline import load_plan
 from autopar.tracer import ColoTracer
 from tests.multiprocess.training_models import llama, seeded, tokens
@@ -235,6 +238,26 @@ def test_the_whole_is_planned_at_no_more_than_the_known_ways_cost(monkeypatch: p
     hurried = searching()._whole(4, None).planned
     fsdp = searching(search="baseline:ZeRO-3")._whole(4, None).planned
     assert hurried.solution.objective <= fsdp.solution.objective * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("estimated_s", "anew"), [(math.inf, 0), (0.0, 1)])
+def test_a_stage_that_takes_longer_than_estimated_is_planned_anew(
+    monkeypatch: pytest.MonkeyPatch, estimated_s: float, anew: int
+) -> None:
+    searched = searching()
+    whole = searched._whole(4, None)
+    stage = cut(whole.micro.graph, whole.seams, (0, 3))[0]
+    stage = replace(stage, graph=with_gradient_sums(stage.graph, 4, None))
+    options = replace(searched._stage_options(4, 2), memory_budget_bytes=search.UNLIMITED)
+    made: list[Graph] = []
+    plan_forms = search.plan_forms
+    monkeypatch.setattr(
+        search, "plan_forms", lambda graph, *args, **more: made.append(graph) or plan_forms(graph, *args, **more)
+    )
+    found = searched._stage(whole, stage, options, options, estimated_s)
+    assert len(made) == anew
+    again = searched._stage(whole, stage, options, options, estimated_s)  # an equal one takes it over
+    assert len(made) == anew and again.timeline.seconds <= found.timeline.seconds
 
 
 def test_an_estimate_counts_what_is_gathered_and_delivered_once_a_step() -> None:

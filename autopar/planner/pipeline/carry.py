@@ -11,6 +11,7 @@ from autopar.planner.answers.nearby import candidate_of, same_option, with_candi
 from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
 from autopar.planner.options import Options
+from autopar.planner.overlap.arrange import TriedArrangements
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -80,8 +81,11 @@ def carried(known: Known, graph: Graph, prices: Prices, options: Options) -> Pla
     if choice is None or not math.isfinite(objective.seconds(choice)):
         return None
     program, memory = scheduled(d, choice, prices, options, budget_bytes(cluster, options))
-    method = known.planned.solution.method if known.like is None else "choices of the whole model"
-    found = candidate_of(objective, choice, program, memory, options, method)
+    method, tried = "choices of the whole model", None
+    if known.like is None:
+        method = known.planned.solution.method
+        tried = TriedArrangements.only(known.planned.program.arrangement, program, prices)
+    found = candidate_of(objective, choice, program, memory, options, method, tried)
     return replace(with_candidate(known.planned, found), timings=dict(known.planned.timings), baselines=(), trace=())
 
 

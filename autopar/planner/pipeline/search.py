@@ -464,7 +464,7 @@ class _PipelineSearch:
         specs: dict[str, str] = {}
         stored: dict[str, str] = {}
         shapes = [_shape(stage.graph) for stage in graphs]
-        static = [total(d.whole.blocks[a:b]).static for a, b in ranges_of(d.starts, len(d.whole.blocks))]
+        estimated = [total(d.whole.blocks[a:b]) for a, b in ranges_of(d.starts, len(d.whole.blocks))]
         for s, stage in enumerate(graphs):
             self.report(f"stage {s} of {len(graphs)}, {d}")
             summing = replace(stage, graph=with_gradient_sums(stage.graph, n, self.options.dtype_of("reduce")))
@@ -485,9 +485,10 @@ class _PipelineSearch:
                 made.append(before[s])
             else:
                 alike = (t for t in range(s, len(graphs)) if shapes[t] == shapes[s])
-                t = min(alike, key=lambda t: (room.left_for(t) - static[t]) / flying[t])
+                t = min(alike, key=lambda t: (room.left_for(t) - estimated[t].static) / flying[t])
                 tight = replace(options, in_flight=flying[t], memory_budget_bytes=int(room.left_for(t)))
-                found = self._with_shared(self._stage(d.whole, summing, options, tight), options)
+                found = self._stage(d.whole, summing, options, tight, estimated[s].seconds)
+                found = self._with_shared(found, options)
                 one = self._stage_options(m, 1)
                 parts = parts_of(found.program, found.decisions.graph, self.stage_mesh, one, self.overlap)
                 held = StageBytes(found, summing.takes, parts, self.stage_mesh, one)
@@ -509,9 +510,9 @@ class _PipelineSearch:
         memory = profile(program, graph, self.stage_mesh, options)
         return replace(planned, program=program, memory=memory, timeline=simulate_streams(program, self.overlap))
 
-    def _stage(self, whole: Whole, stage: Stage, options: Options, tight: Options) -> Planned:
+    def _stage(self, whole: Whole, stage: Stage, options: Options, tight: Options, estimated_s: float) -> Planned:
         """Plan a stage as the whole or an equal stage is planned, whichever is the shortest that fits; while time is
-        left, anew from there where that takes longer than one without a budget.
+        left, anew from there where that takes longer than an equal stage or, at first, than estimated.
 
         Args:
             tight: options of that of the equal stages that has the least room. A new plan is for it, so that it is one
@@ -536,14 +537,16 @@ class _PipelineSearch:
                 learn(known, options)
         plans = [known] if known is not None and _fits(known, options) else []
         least_s = min((e.planned.timeline.seconds for e in equal), default=0.0)
+        if len(equal) == 1:  # the choices of the whole: what hides behind its other layers may not hide here
+            least_s = min(least_s, estimated_s)
         if plans and (plans[0].timeline.seconds <= NEARLY * least_s or now() > ends - LEAST_S):
             return plans[0]
         given: Mapping[type[Phase], Phase] = {Free: Given(Known(whole.planned, whole.like).still)}
         ways: list[tuple[Options, Mapping[type[Phase], Phase]]] = [(tight, given), (options, given), (options, {})]
-        took_s = 0.0
-        for asked, before in ways if tight != options else ways[1:]:
+        ways, took_s = ways[:1] if plans else ways[tight == options :], 0.0
+        for asked, before in ways:
             fits = any(_fits(p, options) for p in plans)
-            if fits and (before or took_s > STAGE_SHARE * (ends - now())):
+            if fits and asked is not tight and (before or took_s > STAGE_SHARE * (ends - now())):
                 break
             began = now()
             asked = replace(asked, time_limit_s=max((ends - began) * STAGE_SHARE, STAGE_S))
