@@ -287,6 +287,7 @@ def described(functions: Mapping[str, Any], capture: Capture, lowered: Lowered, 
         once=functions.get("once"),
         once_inputs=tuple(lowered.once_inputs),
         compiled=options.backend == "inductor",
+        read=capture.graph.buffers_read,
     )
 
 

@@ -261,6 +261,21 @@ class Graph:
         return found[0][0] if len(found) == 1 and found[0][1] == () else None
 
     @cached_property
+    def buffers_read(self) -> frozenset[str]:
+        """The buffers on which results other than new values of buffers depend, also through new values of others."""
+        buffers = {i.node: i.name for i in self.inputs if i.kind == "buffer"}
+        new = {o.name: o.value.node for o in self.outputs if o.kind == "mutation"}
+        pending = [o.value.node for o in self.outputs if o.kind != "mutation"]
+        seen: set[str] = set()
+        while pending:
+            name = pending.pop()
+            if name not in seen:
+                seen.add(name)
+                pending += [v.node for v in self.by_name[name].inputs]
+                pending += [new[buffers[name]]] if buffers.get(name) in new else []
+        return frozenset(buffers[name] for name in seen & buffers.keys())
+
+    @cached_property
     def by_name(self) -> Mapping[str, Node]:
         return {n.name: n for n in self.nodes}
 

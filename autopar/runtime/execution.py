@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from autopar.sharding import ShardingSpec
 from autopar.spmd.placements import to_placements
 
 Local = Callable[[Any, list[Any]], tuple[Any, ...]]
+Named = TypeVar("Named")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Executable:
             inputs; None where there is nothing.
         once_inputs: meaning and spec of each of its inputs.
         compiled: whether Inductor compiled it, whose code allocates without the dispatcher.
-        held: positions of inputs whose memory is among the saved tensors; filled by the first forward.
+        read: buffers on which results other than new values of buffers depend.
+        held: positions of inputs whose memory is among the saved tensors, by the strides of what a call gives.
         changing: positions of saved tensors with the memory of buffers that get new values; filled by the same.
         arriving: DTensor's spec of each gradient; filled by the first backward.
     """
@@ -68,7 +70,8 @@ class Executable:
     once: Local | None = None
     once_inputs: tuple[tuple[Input, ShardingSpec], ...] = ()
     compiled: bool = False
-    held: list[tuple[int, ...]] = field(default_factory=list, compare=False)
+    read: frozenset[str] = frozenset()
+    held: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, compare=False)
     changing: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     arriving: dict[int, Any] = field(default_factory=dict, compare=False)
 
@@ -78,6 +81,44 @@ class Executable:
         made = {o.name: i for i, (o, _, _) in enumerate(self.gradients)}
         names = ({"parameter": m.name, "input": f"input:{m.name}"}.get(m.kind, "") for m, _ in self.inputs)
         return tuple(map(made.get, names))
+
+    @cached_property
+    def given(self) -> tuple[int, ...]:
+        """Positions of the inputs that a call gives."""
+        return tuple(i for i, (m, _) in enumerate(self.inputs) if m.kind == "input")
+
+    @cached_property
+    def fixed(self) -> tuple[int, ...]:
+        """Positions of the inputs whose values nobody should change before the backward."""
+        changed = {o.name for o, _, _ in self.results if o.kind == "mutation"}
+        kinds = ("parameter", "buffer", "input")
+        ends = ((i, m) for i, (m, _) in enumerate(self.inputs) if m.kind in kinds)
+        return tuple(i for i, m in ends if m.kind != "buffer" or m.name not in changed)
+
+    @cached_property
+    def reruns(self) -> bool:
+        """Whether a backward may start from an output whose backward is not captured, and run the forward again."""
+        return bool(self.differentiable - {i.name for i, _ in self.tangents})
+
+    @cached_property
+    def overwritten(self) -> tuple[int, ...]:
+        """Positions of the buffers that get new values and that a forward must read as they were to be run again."""
+        changed = {o.name for o, _, _ in self.results if o.kind == "mutation"} & self.read
+        return tuple(i for i, (m, _) in enumerate(self.inputs) if m.kind == "buffer" and m.name in changed)
+
+
+class Seen:
+    """Tensors as they are now, to find out later whether one was changed in place.
+
+    Versions are counted on DTensors: ops on a shard bypass autograd's counter.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self.versions = [(t, t._version) for t in tensors if not t.is_inference()]
+
+    def changed(self) -> Tensor | None:
+        """Return a tensor that was changed since."""
+        return next((t for t, version in self.versions if t._version != version), None)
 
 
 class Host(Place, Protocol):
@@ -106,19 +147,21 @@ class Run:
     Args:
         operands: the forward's operands, for the variant with a backward from every output.
         saved: tensors that the forward keeps, in the order of the backward's inputs.
-        versions: parameters whose shards are among the saved tensors, with the version counter of each.
+        kept: operands whose memory is among the saved tensors.
+        read: operands, where the forward may be run again.
     """
 
     host: Host
     executable: Executable
     operands: tuple[Any, ...]
     saved: list[Any]
-    versions: list[tuple[Tensor, int]]
+    kept: Seen
+    read: Seen
     done: bool = False
 
     def release(self) -> None:
         """Drop everything that belongs to the step, even if the loss stays alive."""
-        self.operands, self.saved, self.versions, self.done = (), [], [], True
+        self.operands, self.saved, self.kept, self.read, self.done = (), [], Seen(), Seen(), True
 
 
 def spec_of(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> Any:
@@ -211,7 +254,11 @@ class Step(torch.autograd.Function):
             buffers = {m.name: o for (m, _), o in zip(executable.inputs, operands, strict=True) if m.kind == "buffer"}
             keep_apart(executable, saved, lambda name: _torch.shard_of(buffers[name]))
         sink.extend(mutations)
-        ctx.run = Run(host, executable, operands, saved, _versions(executable, saved, operands))
+        kept = Seen(operands[i] for i in _held(executable, saved, operands))
+        read = Seen(operands[i] for i in (executable.fixed if executable.reruns else ()))
+        for i in executable.overwritten if executable.reruns else ():
+            operands = (*operands[:i], _torch.shard_of(operands[i]).clone(), *operands[i + 1 :])
+        ctx.run = Run(host, executable, operands, saved, kept, read)
         ctx.set_materialize_grads(False)
         fixed = [o for o, n in zip(outputs, _names(executable), strict=True) if n not in executable.differentiable]
         ctx.mark_non_differentiable(*fixed)
@@ -220,7 +267,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         run: Run = ctx.run
-        check_backward(done=run.done, versions=run.versions)
+        check_backward(done=run.done, kept=run.kept)
         given = {n: t for n, t in zip(_names(run.executable), tangents, strict=True) if t is not None}
         began = stamp(run.host.rank.device)
         with torch.no_grad(), run.host.marks.in_sections(), run.host.clock.memory.counting():
@@ -234,21 +281,28 @@ def _names(executable: Executable) -> list[str]:
     return [o.name for o, _, _ in executable.results if o.kind == "output"]
 
 
-def _versions(executable: Executable, saved: Sequence[Any], operands: Sequence[Any]) -> list[tuple[Tensor, int]]:
-    """Return the versions of parameters in use, counted on the DTensor: ops on its shard bypass autograd's counter."""
-    if not executable.held:
-        kept = {t.data_ptr() for t in saved if isinstance(t, Tensor)}
-        sharded = [(i, _torch.shard_of(o)) for i, o in enumerate(operands) if isinstance(o, DTensor)]
-        executable.held.append(tuple(i for i, shard in sharded if shard.data_ptr() in kept))
-    return [(operands[i], operands[i]._version) for i in executable.held[0]]
+def _held(executable: Executable, saved: Sequence[Any], operands: Sequence[Any]) -> tuple[int, ...]:
+    """Return the positions of operands of the user whose memory is among the saved tensors."""
+    key = tuple([operands[i].stride() for i in executable.given])
+    if key not in executable.held:
+        tensors = [operands[i] for i in executable.fixed]
+        executable.held[key] = tuple(kept_among(tensors, executable.fixed, saved))
+    return executable.held[key]
 
 
-def check_backward(*, done: bool, versions: Sequence[tuple[Tensor, int]]) -> None:
-    """Raise if a backward is a second derivative, the second of its step, or one of parameters that have changed.
+def kept_among(tensors: Iterable[Tensor], names: Iterable[Named], saved: Iterable[Any]) -> list[Named]:
+    """Return the names of tensors whose memory is among the saved ones."""
+    kept = {t.untyped_storage().data_ptr() for t in saved if isinstance(t, Tensor) and t.numel()}
+    shards = zip(map(_torch.shard_of, tensors), names, strict=True)
+    return [name for shard, name in shards if shard.numel() and shard.untyped_storage().data_ptr() in kept]
+
+
+def check_backward(*, done: bool, kept: Seen) -> None:
+    """Raise if a backward is a second derivative, the second of its step, or one of tensors that have changed.
 
     Args:
         done: whether a backward of this step has run.
-        versions: parameters that the backward reads, with the version counter of each at the forward.
+        kept: parameters, buffers and inputs that the backward reads.
     """
     if torch.is_grad_enabled():
         raise AutoparError(
@@ -262,19 +316,34 @@ def check_backward(*, done: bool, versions: Sequence[tuple[Tensor, int]]) -> Non
             found="a second backward through the same step",
             hint="call the model again; retain_graph=True cannot keep what the plan frees.",
         )
-    if any(parameter._version != version for parameter, version in versions):
+    check_unchanged(kept)
+
+
+def check_unchanged(seen: Seen) -> None:
+    """Raise if what a backward reads was changed in place."""
+    changed = seen.changed()
+    if changed is None:
+        return
+    if isinstance(changed, DTensor):
         raise AutoparError(
             "A parameter that the backward needs was changed after the forward.",
             found="a parameter changed in place, for example by optimizer.step() before loss.backward()",
             hint="call backward before the optimizer steps, or call the model again.",
         )
+    raise AutoparError(
+        "A tensor that the backward needs was changed after the forward.",
+        found=f"an input or buffer of shape {tuple(changed.shape)} changed in place before the backward",
+        hint="call backward before you change it, or give the model a copy.",
+    )
 
 
 def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
     """Return the gradient of every operand, None where there is none."""
     executable, host, operands, feeds = run.executable, run.host, run.operands, run.saved
+    if beyond := set(given) - {i.name for i, _ in executable.tangents}:
+        check_unchanged(run.read)
     run.release()
-    if set(given) - {i.name for i, _ in executable.tangents}:
+    if beyond:
         feeds.clear()
         executable = host.every_tangent()
         _, _, feeds = forward_values(host, executable, operands, keep=True)

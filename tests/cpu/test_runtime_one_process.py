@@ -159,6 +159,42 @@ def test_a_backward_reads_buffers_as_the_forward_did():
         torch.testing.assert_close(parallel.layer.weight.grad.full_tensor(), plain.layer.weight.grad)
 
 
+class Features(Momentum):
+    """Returns the loss and what it is computed from."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.layer(x) * self.scale.clone()
+        self.scale.mul_(2.0)
+        return {"loss": out.square().mean(), "out": out}
+
+
+def test_a_backward_that_was_not_captured_reads_buffers_as_the_forward_did():
+    model, x = Features(), torch.randn(6, 8)
+    plain = copy.deepcopy(model)
+    parallel = autopar.autoparallelize(model, x)
+    for _ in range(2):
+        for each in (parallel, plain):
+            each.zero_grad()
+            made = each(x)
+            out = made["out"]
+            (made["loss"] + (out.full_tensor() if each is parallel else out).sum()).backward()
+        assert torch.equal(parallel.scale, plain.scale)
+        torch.testing.assert_close(parallel.layer.weight.grad.full_tensor(), plain.layer.weight.grad)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_an_input_that_changes_before_the_backward_is_an_error(captured):
+    given = torch.randn(6, 8)
+    parallel = autopar.autoparallelize(Features(), given)
+    made = parallel(given)
+    start = made["loss"] if captured else made["out"].full_tensor().sum()
+    given.zero_()
+    with pytest.raises(AutoparError, match="changed after the forward"):
+        start.backward()
+    parallel(given)["loss"].backward()
+    given.zero_()
+
+
 def test_with_mixed_precision_calls_run_lower_and_parameters_stay():
     model = Net()
     x, target = torch.randn(6, 8), torch.randn(6, 4)

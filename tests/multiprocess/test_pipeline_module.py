@@ -256,6 +256,66 @@ def test_a_backward_reads_buffers_as_its_forward_did(pool: RankPool, case: str) 
         assert {k: v for k, v in found.items() if not v < FLOAT} == {}
 
 
+class Features(Changing):
+    """Returns the loss and what it is computed from."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out = x * self.scale.clone()
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(x.var(0) * 5.0 if self.statistic else 2.0)
+        return {"loss": out.square().mean(), "out": out}
+
+
+def _from_another_output(statistic: bool) -> dict[str, float]:
+    torch.manual_seed(0)
+    reference, model = Features(statistic), None
+    x, found = torch.randn(8, 6), dict[str, float]()
+    asked = Pipeline(micro_batches=4, schedule="1f1b")
+    reference, model = pair(reference, {"x": x}, {"pp": 2}, cluster=CLUSTER, pipeline=asked, outputs="whole")
+    for step in range(2):
+        made = model(x=x)
+        (whole(made["loss"]) + whole(made["out"]).square().mean()).backward()
+        parts = x.chunk(4) if statistic else [x]
+        for part in parts:
+            expected = reference(x=part)
+            ((expected["loss"] + expected["out"].square().mean()) / len(parts)).backward()
+        found[f"gradients {step}"] = _difference(model, reference, "grad")
+        for name, buffer in model.named_buffers():
+            found[f"{name} {step}"] = distance(buffer, reference.get_buffer(name))
+        for module in (model, reference):
+            module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("statistic", [False, True])
+def test_a_backward_that_was_not_captured_reads_buffers_as_its_forward_did(pool: RankPool, statistic: bool) -> None:
+    for found in pool.run(_from_another_output, statistic):
+        assert {k: v for k, v in found.items() if not v < FLOAT} == {}
+
+
+def _input_changed(two_phase: bool) -> str:
+    """Change an input before the backward, which a call that has run its backwards allows."""
+    x = torch.randn(8, 6)
+    asked = Pipeline(micro_batches=4, schedule="1f1b", two_phase=two_phase)
+    _, model = pair(seeded(lambda: Changing(statistic=False)), {"x": x}, {"pp": 2}, cluster=CLUSTER, pipeline=asked)
+    loss = model(x=x)["loss"]
+    x.zero_()
+    try:
+        loss.backward()
+    except AutoparError as error:
+        model(x=x)["loss"].backward()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("two_phase", [False, True])
+def test_an_input_that_changes_before_the_backward_is_an_error_on_all_ranks(pool: RankPool, two_phase: bool) -> None:
+    for text in pool.run(_input_changed, two_phase):
+        assert ("changed after the forward" in text) == two_phase
+
+
 def _frozen_later() -> str:
     _, model, batch = _pair()
     model(**batch)

@@ -24,7 +24,17 @@ from autopar.ir import Input, TensorMeta
 from autopar.mesh import Mesh
 from autopar.runtime.accumulation import Sums, summed
 from autopar.runtime.agreement import warn_of_other_values
-from autopar.runtime.execution import check_backward, keep_apart, local_tangent, plain_outputs, spec_of, uncast
+from autopar.runtime.execution import (
+    Seen,
+    check_backward,
+    check_unchanged,
+    keep_apart,
+    kept_among,
+    local_tangent,
+    plain_outputs,
+    spec_of,
+    uncast,
+)
 from autopar.runtime.measured_steps import Marks, StepClock, stamp
 from autopar.runtime.pipeline.failures import stopping_all_ranks
 from autopar.runtime.pipeline.rows import Rows
@@ -103,7 +113,11 @@ class PipelineRun:
         fed: the gradient of the loss with which it did.
         present: outputs that this rank has.
         batch: size of the global batch, with local batches.
-        writes: whether buffers get their new values, which a forward that is run again must not give them.
+        own: shards of buffers that it reads and writes instead of the model's.
+        writes: whether other buffers get their new values, which a forward that is run again must not give them.
+        before: buffers as the call found them, where it may be run again.
+        kept: parameters and inputs that the backwards read, if they have not run.
+        read: those that a forward reads, where it may be run again.
     """
 
     model: ParallelBase
@@ -114,7 +128,9 @@ class PipelineRun:
     stored: Tables
     values: dict[tuple[str, str], Tensor]
     batch: int | None
+    own: dict[str, Tensor] = field(default_factory=dict)
     writes: bool = True
+    before: dict[str, Tensor] = field(default_factory=dict)
     made: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     changed: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     given: dict[str, Any] | None = None
@@ -122,7 +138,8 @@ class PipelineRun:
     fed: float = 1.0
     present: dict[str, None] = field(default_factory=dict)
     done: bool = False
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    kept: Seen = field(default_factory=Seen)
+    read: Seen = field(default_factory=Seen)
     _dealt: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -162,13 +179,58 @@ class PipelineRun:
     def clock(self) -> StepClock:
         return self.state.clock
 
+    def buffer(self, name: str) -> Tensor:
+        """Return this rank's shard of a buffer."""
+        shard: Tensor = self.own[name] if name in self.own else _torch.shard_of(self.stored.tensor(name))
+        return shard
+
+    @property
+    def reruns(self) -> bool:
+        """Whether the backward may start from an output whose backward is not captured, and run the forwards again."""
+        return self.program.everywhere and bool(self.program.differentiable - self.program.tangents)
+
+    def overwritten(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that the call changes and that forwards must read as they were."""
+        changed = self.program.read & self.program.buffers.keys()
+        return {name: self.buffer(name).clone() for name in sorted(changed)}
+
+    def seen(self, parameters: Sequence[Tensor]) -> None:
+        """Remember what a backward reads as it is now."""
+        inputs = {name: t for (kind, name), t in self.values.items() if kind == "input"}
+        if self.reruns:
+            buffers = sorted(self.program.read - self.program.buffers.keys())
+            self.read = Seen([*parameters, *inputs.values(), *map(self.stored.tensor, buffers)])
+        if not self.ran:
+            self.kept = Seen([*parameters, *(inputs[name] for name in self._kept_anywhere(inputs))])
+
+    def _kept_anywhere(self, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Return the inputs that any stage keeps for its backward, so that all ranks find the same ones changed."""
+        known, names = self.program.inputs_kept, sorted(inputs)
+        if not known:
+            here = set(kept_among(inputs.values(), inputs, itertools.chain(*self.loop.saved.values())))
+            kept = torch.tensor([name in here for name in names], dtype=torch.int32, device=self.state.device)
+            dist.all_reduce(kept, dist.ReduceOp.MAX, group=self.state.group)
+            known.append(tuple(itertools.compress(names, kept.tolist())))
+        return known[0]
+
     def again(self) -> PipelineRun:
         """Run the forwards of the program that has a backward from every output."""
+        check_unchanged(self.read)
         variant = with_every_tangent(self.model, self.request.key, self.variant)
         program: PipelineProgram = variant.executable  # type: ignore[assignment]
         run = PipelineRun(
-            self.model, self.state, self.request, variant, program, self.stored, self.values, self.batch, writes=False
+            self.model,
+            self.state,
+            self.request,
+            variant,
+            program,
+            self.stored,
+            self.values,
+            self.batch,
+            self.before,
+            writes=False,
         )
+        self.before = {}
         with stopping_all_ranks(self.state, run.let_go) as began:
             run.phase("forwards", began)
         run.made.clear()
@@ -206,7 +268,9 @@ class PipelineRun:
         self.loop.sums.clear()
 
     def operand(self, stage: StagePrograms, meaning: Input, spec: ShardingSpec, micro_batch: int) -> Tensor:
-        if meaning.kind in ("parameter", "buffer"):
+        if meaning.kind == "buffer":
+            return self.buffer(meaning.name)
+        if meaning.kind == "parameter":
             tensor: Tensor = _torch.shard_of(self.stored.tensor(meaning.name))
             return tensor
         if meaning.name.startswith(AHEAD):
@@ -252,7 +316,7 @@ class PipelineRun:
         saved = self.loop.saved.get((stage.number, micro_batch))
         if saved and stage.mutations_at:
             program: Any = stage.program
-            keep_apart(program, saved, lambda name: _torch.shard_of(self.stored.tensor(name)))
+            keep_apart(program, saved, self.buffer)
         for at in stage.outputs_at:
             self.made.setdefault(stage.program.results[at][0].name, {})[micro_batch] = results[at]
         for at in stage.mutations_at:
@@ -271,8 +335,8 @@ class PipelineRun:
         self.changed.clear()
 
     def _write(self, name: str, value: Tensor) -> None:
-        if self.writes:
-            _torch.copy_each([_torch.shard_of(self.stored.tensor(name))], [value])
+        if self.writes or name in self.own:
+            _torch.copy_each([self.buffer(name)], [value])
 
     # What is computed ahead.
 
@@ -284,7 +348,7 @@ class PipelineRun:
 
         def fed(meaning: Input, spec: ShardingSpec) -> Any:
             if meaning.kind == "buffer":
-                return _torch.shard_of(self.stored.tensor(meaning.name))
+                return self.buffer(meaning.name)
             value = self.values[meaning.kind, meaning.name]
             whole = meaning.kind != "input" or self.local_batch or spec.is_replicated
             return value if whole else value[spec.local_slices(tuple(value.shape), self.mesh, self.rank.coordinate)]
@@ -471,11 +535,12 @@ class PipelineStep(torch.autograd.Function):
         run.fed = state.scale
         run.loop.delivers = run.sums.completing
         with stopping_all_ranks(state, run.let_go) as began:
+            run.before = run.overwritten() if run.reruns else {}
             run.phase("all" if run.ran else "forwards", began)
+            run.seen(parameters)
             outputs = run.trained()
         run.marks.forward = (began_at, stamp(state.device))
         run.present = dict.fromkeys(name for name, _ in outputs)
-        run.versions = [] if run.ran else [(p, p._version) for p in parameters]
         ctx.run, ctx.parameters = run, len(parameters)
         ctx.set_materialize_grads(False)
         fixed = [value for name, value in outputs if name not in program.differentiable]
@@ -485,7 +550,7 @@ class PipelineStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         run: PipelineRun = ctx.run
-        check_backward(done=run.done, versions=run.versions)
+        check_backward(done=run.done, kept=run.kept)
         run.done = True
         given = {n: t for n, t in zip(run.present, tangents, strict=True) if t is not None}
         unknown = sorted(set(given) - run.program.tangents)
@@ -501,6 +566,7 @@ class PipelineStep(torch.autograd.Function):
             if unknown:
                 run.let_go()
                 run = run.again()
+            run.before.clear()
             scale = _finish(run, given)
             made = run.handed_out(scale)
         run.marks.backward = (began_at, stamp(run.state.device))

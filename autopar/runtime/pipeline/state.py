@@ -43,6 +43,7 @@ class PipelineProgram:
         two_phase: whether backwards run in ``backward()`` even where the loss is known before.
         everywhere: whether all ranks get the outputs, or those of the stage that makes them.
         half: whether gradients may overflow, so that ranks agree on whether they have.
+        inputs_kept: inputs that any stage keeps for its backward; filled by the first call that needs them.
     """
 
     stages: dict[int, StagePrograms]
@@ -62,6 +63,14 @@ class PipelineProgram:
     two_phase: bool
     everywhere: bool
     half: bool
+    inputs_kept: list[tuple[str, ...]] = field(default_factory=list, compare=False)
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """The buffers that this rank's stages, or what they take from the prologue, are computed from."""
+        programs: list[Any] = [stage.program for stage in self.stages.values()]
+        programs += [] if self.prologue is None else [self.prologue]
+        return frozenset[str]().union(*(program.read for program in programs))
 
     @cached_property
     def accumulators(self) -> tuple[Any, ...]:
