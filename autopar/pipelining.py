@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from autopar.planner import Options, Planned
 from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
-from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
+from autopar.planner.pipeline.microbatches import OTHER_LOSS, MicroBatch, micro_batch
 from autopar.planner.pipeline.search import pipelines_by_hand, plan_pipeline
 from autopar.planner.pipeline.stages import Stage, cut, seams
 from autopar.planner.search.candidates import budget_bytes
@@ -85,7 +86,7 @@ def planned_as_pipeline(
     began = time.perf_counter()
     capture = capture_model(model, call, options, mesh.without(AXIS).size, sums=False)
     captured_s = time.perf_counter() - began
-    return pipeline_plan(capture, mesh, cluster, options, captured_s, progress), capture
+    return _warned(pipeline_plan(capture, mesh, cluster, options, captured_s, progress)), capture
 
 
 def with_pipelines(
@@ -117,7 +118,16 @@ def with_pipelines(
     if best is None:
         raise refused or _no_pipeline(options, size)
     others = tuple((str(p.mesh), p.step_time) for p in (plain, *found) if p is not None and p is not best)
+    if isinstance(best, PipelinePlan):
+        _warned(best)
     return dataclasses.replace(best, candidates=(*best.candidates, *others)) if others else best
+
+
+def _warned(plan: PipelinePlan) -> PipelinePlan:
+    """Warn of micro-batches that change the loss; other notices are in the plan alone."""
+    for notice in (n for n in plan.notices if OTHER_LOSS in n):
+        warnings.warn(notice, stacklevel=5)
+    return plan
 
 
 def _no_pipeline(options: Options, size: int) -> MeshError:

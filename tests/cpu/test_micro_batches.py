@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autopar
 from autopar import codegen, passes, planner
 from autopar.errors import InputError, PlanError
 from autopar.ir import Value
 from autopar.mesh import Mesh
 from autopar.planner.graphs.chunked import with_chunked_losses
-from autopar.planner.pipeline.microbatches import micro_batch
+from autopar.planner.pipeline.microbatches import OTHER_LOSS, micro_batch
 from autopar.runtime.simulation import simulate_program
 from autopar.tracer import ColoTracer
 from tests import models
@@ -385,7 +386,80 @@ def test_statistics_in_buffers_are_written_by_each_micro_batch() -> None:
     assert {how for name, how in buffers.items() if "num_batches" in name} == {"same"}
 
 
+def _squared_error(h: Tensor, y: Tensor) -> Tensor:
+    return (h - y).square().mean()
+
+
+class Fitted(nn.Module):
+    """A layer with a loss that is given."""
+
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(5, 3), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.layer(x), y)
+
+
+def _fitted_inputs() -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 3).double()}
+
+
+SUMS = {
+    "shifted": lambda h, y: _squared_error(h, y) + 1.0,
+    "taken from a number": lambda h, y: 2 - 2 * F.cosine_similarity(h, y).mean(),
+    "weighted": lambda h, y: 0.3 * _squared_error(h, y) + 0.7 * h.abs().mean() - 1,
+    "scaled and taken": lambda h, y: torch.rsub(h.mean(), 4.0, alpha=2.0),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_losses_that_are_linear_in_means_are_those_of_the_whole_batch(name) -> None:
+    assert checked(Fitted(SUMS[name]), _fitted_inputs()).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("loss", "heard"),
+    [
+        (lambda h, y: _squared_error(h, y) + F.relu(1 - h.std(0)).mean(), True),
+        (lambda h, y: _squared_error(h / h.std(0), y), False),
+        (lambda h, y: _squared_error(h / h.abs().max(), y), False),
+    ],
+    ids=["term", "normalized", "scaled"],
+)
+def test_a_notice_says_where_statistics_are_a_term_of_the_loss(loss, heard) -> None:
+    (notice,) = micro_batch(captured(Fitted(loss).double(), _fitted_inputs())[0], 4).notices
+    assert (OTHER_LOSS in notice) == heard
+
+
+def test_planning_warns_of_a_changed_loss() -> None:
+    model, pipeline = Skewed(), autopar.Pipeline(micro_batches=2)
+    model.layer = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    with pytest.warns(UserWarning, match=OTHER_LOSS):
+        autopar.plan(model, torch.randn(8, 5), mesh={"pp": 2}, cluster="cpu-2", pipeline=pipeline)
+
+
 # What is refused.
+
+
+OTHERS = {
+    "sqrt": lambda h, y: _squared_error(h, y).sqrt(),
+    "max": lambda h, y: (h - y).square().mean(1).max(),
+    "log": lambda h, y: (h - y).square().sum().log(),
+    "mul": lambda h, y: h.mean() * _squared_error(h, y),
+    "linalg_vector_norm": lambda h, y: (h - y).norm() + h.mean(),
+    "div": lambda h, y: h.square().sum() / h.abs().sum(),
+}
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_losses_that_are_no_sums_over_samples_are_refused(op) -> None:
+    graph, _ = captured(Fitted(OTHERS[op]).double(), _fitted_inputs())
+    with pytest.raises(PlanError, match="change the loss of") as caught:
+        micro_batch(graph, 4)
+    assert f"aten.{op} of" in caught.value.found
+    assert "micro_batches=1" in caught.value.hint
+    assert micro_batch(graph, 1).notices == ()
 
 
 class Tower(nn.Module):
@@ -418,7 +492,7 @@ def test_similarities_of_the_whole_batch_are_refused_by_name() -> None:
     assert re.search(r"change what loss computes", caught.value.what)
     assert "a @ b.T" in caught.value.found
     assert "test_micro_batches.py" in caught.value.found
-    assert "without micro-batches" in caught.value.hint
+    assert "Pipeline(micro_batches=1)" in caught.value.hint
 
 
 class Neighbours(nn.Module):

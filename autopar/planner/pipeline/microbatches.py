@@ -10,7 +10,8 @@ Where an op needs more than its micro-batch has, there are three cases:
 - What depends on inputs alone, such as the number of labelled tokens, is computed for the whole batch *ahead*.
 - A partial statistic of activations, such as the variance in batch norm, is each micro-batch's own. Micro-batches are
   of equal size, so ``m`` times its part estimates the sum. Its readers take the estimate for the whole.
-- Anything else, such as the similarities of all samples to each other, is refused.
+- Anything else, such as the similarities of all samples to each other, is refused. So is a loss that is not linear in
+  its total, such as the root of a mean: the mean of its values for micro-batches is another loss.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ from autopar.sharding import LocalChoice, LocalLength, ShardingSpec, Strategy
 from autopar.sharding.strategy import moved_axes, ring_axes
 from autopar.strategies import combine, flops, halos, lent, localize, strategies
 from autopar.strategies.registry import LocalCall
+
+OTHER_LOSS = "so the loss is another function of the batch"
+"""What a notice says where statistics of each micro-batch make a term of the loss, as those of balanced experts do."""
+
+ONE = "train this model without micro-batches: pipeline=Pipeline(micro_batches=1)"
 
 PLACED = frozenset(
     {"autopar.dropout", "autopar.uniform", "autopar.attention", "autopar.attention_backward", "aten.narrow_copy"}
@@ -126,6 +132,9 @@ DIM_ARGUMENT = {"aten.cat": 1, "aten.slice": 1, "aten.slice_backward": 2, "aten.
 PLACES = {"aten.slice": (2, 3), "aten.slice_backward": (3, 4), "aten.split": (1,), "aten.split_with_sizes": (1,)}
 """The positions of arguments that count elements of that dim."""
 
+SHIFTS = frozenset({"aten.add", "aten.sub", "aten.rsub"})
+"""The ops that may add a number to a value, as in ``loss + 1.0``."""
+
 FREE, COPY, AHEAD, STATISTIC = _Price(), _Price(copies=1), _Price(ahead=1), _Price(statistics=1)
 
 Form = tuple[Value, ShardingSpec]
@@ -143,6 +152,8 @@ class _Walk:
         over: how each value of the whole graph comes; ``made`` has its name in the micro-batch's graph by form.
         of_inputs: nodes that depend on inputs, buffers and the seed alone.
         own: whole values of which each micro-batch has its own.
+        summaries: statistics in the micro-batch's graph, and whether the op that makes them does not add up over
+            micro-batches, or those that read them.
         outer: how many parts of its cut dim a value has a piece of, if more than one.
     """
 
@@ -155,6 +166,7 @@ class _Walk:
     own: set[Value] = field(default_factory=set)
     ahead: dict[Value, Node] = field(default_factory=dict)
     statistics: dict[str, None] = field(default_factory=dict)
+    summaries: dict[Value, Literal["made", "read"]] = field(default_factory=dict)
     again: dict[str, list[str]] = field(default_factory=dict)
     outer: dict[Value, int] = field(default_factory=dict)
     phase: Phase = "forward"
@@ -177,13 +189,14 @@ class _Walk:
                 self._node(node)
         outputs, joined, buffers = self._outputs()
         self._check_divided()
+        terms = self._terms_of_losses(outputs)
         nodes, outputs = self._named(self._live(outputs), outputs)
         inputs = (*self.graph.inputs, *(Input(n.name, "input", f"ahead:{v}") for v, n in self.ahead.items()))
         names = tuple(f"ahead:{v}" for v in self.ahead)
         rows = batch_size(self.graph)
         notices = tuple(
             f"{module or self.graph.name}: each micro-batch has its own statistics, of {rows // self.count} rows of "
-            f"the batch; one device has those of all {rows}."
+            f"the batch; one device has those of all {rows}{', ' + OTHER_LOSS if module in terms else ''}."
             for module in self.statistics
         )
         graph = replace(self.graph, nodes=nodes, inputs=inputs, outputs=outputs)
@@ -217,7 +230,9 @@ class _Walk:
         elif fit is not None and node.name not in self.of_inputs and self._is_statistic(node, fit.strategy):
             self.statistics.setdefault(node.module)
             self._emit(node, fit, node.name)
-            self.own |= {Value(node.name, i) for i in range(len(node.outputs))}
+            made = {Value(node.name, i) for i in range(len(node.outputs))}
+            self.own |= made
+            self.summaries |= dict.fromkeys(made, "made")
         else:
             self._converted(node)
 
@@ -364,6 +379,11 @@ class _Walk:
                 combined = bool(o.axes and o.axes[0]) and combine(node, o, metas, self.mesh) is not None
                 if combined or self._placed(node, o, metas) is not None:
                     found.append(Option(o, combined))
+            if node.packet in SHIFTS and len(metas) == 1 and isinstance(node.args[1], float | int):
+                partial = ShardingSpec.of(((),) * len(metas[0].shape), ((TIME, "sum"),))
+                args = (node.args[0], node.args[1] / self.count, *node.args[2:])
+                if node.outputs == metas and metas[0].dtype in FLOATS:
+                    found.append(Option(Strategy((partial,), (partial,), ("shift",)), plain=True, args=args))
             self._options[kind] = tuple(found)
         special = SPECIAL.get(node.packet)
         return self._options[kind] if special is None else [*self._options[kind], *special(self.graph, node)]
@@ -478,6 +498,7 @@ class _Walk:
         part = self.made[value, spec]
         estimate = self._scaled(value, part, "mul", "estimate") if spec.partial == ((TIME, "sum"),) else part
         self.own.add(estimate)
+        self.summaries.setdefault(estimate, "made" if estimate == part else "read")
         return estimate
 
     def _rows(self, value: Value, spec: ShardingSpec) -> Value:
@@ -629,6 +650,47 @@ class _Walk:
         if values and len(alike) == len(values):
             raise self._changes(self.graph.by_name[alike[0].node])
 
+    def _terms_of_losses(self, outputs: Sequence[Output]) -> set[str]:
+        """Return the modules with statistics of which a loss is computed otherwise than by way of rows.
+
+        Raises:
+            PlanError: a loss is computed of a single number of the whole batch, and not linearly.
+        """
+        cut = {name for (_, spec), name in self.made.items() if is_cut(spec)}
+        of: dict[Value, dict[Value, Node]] = {}  # the statistics in a value, each with the op that does not add up
+        numbers: set[Value] = set()
+        modules: dict[Value, str] = {}
+        for node in self.nodes:
+            if node.phase != "forward" or node.packet in LIKE:
+                continue
+            found: dict[Value, Node] = {}
+            for v in node.inputs:
+                found = of.get(v, {}) | found
+                if self.summaries.get(v) == "read":
+                    found.setdefault(v, node)
+            for i, meta in enumerate(node.outputs):
+                v, how = Value(node.name, i), self.summaries.get(Value(node.name, i))
+                if v not in cut:
+                    of[v] = found | ({v: node} if how == "made" else {})
+                modules |= {v: node.module} if how else {}
+                numbers |= {v} if meta is not None and meta.numel == 1 else set()
+        starts = {i.name for i in self.graph.inputs if i.kind == "tangent"}
+        losses = [o.value for o in outputs if o.kind == "output" and o.name in starts]
+        terms = {summary: node for value in losses for summary, node in of.get(value, {}).items()}
+        for summary, node in terms.items():
+            if summary in numbers:
+                raise self._another_loss(node)
+        return {modules[summary] for summary in terms}
+
+    def _another_loss(self, node: Node) -> PlanError:
+        where = f" at {node.source}" if node.source else ""
+        return PlanError(
+            f"Micro-batches would change the loss of {node.module or self.graph.name}: it is no sum over samples, and "
+            "the mean of its values for micro-batches is another number.",
+            found=f"{node.packet} of what the whole batch adds up to{where}",
+            hint=f"{ONE}, or return a sum or mean over samples as the loss.",
+        )
+
     def _changes(self, node: Node) -> PlanError:
         where = f" at {node.source}" if node.source else ""
         operands = ", ".join(str(self.graph.meta(v)) for v in node.inputs)
@@ -636,8 +698,7 @@ class _Walk:
             f"Micro-batches would change what {node.module or self.graph.name} computes: it relates the samples of the "
             "whole batch to each other.",
             found=f"{node.packet} of {operands}{where}",
-            hint="train this model without micro-batches (a pipeline of one stage), or take this out of the model: "
-            "compute it of its outputs.",
+            hint=f"{ONE}, or take this out of the model: compute it of its outputs.",
         )
 
     def _live(self, outputs: Sequence[Output]) -> list[Node]:
