@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from autopar.errors import AutoparError
 from autopar.plans import Plan
+from autopar.plans.pipeline import PipelinePlan
 from autopar.training.handlers import BaseGradientHandler
 from autopar.training.optimizers import OptimizerWrapper, backward, no_sync
 
@@ -235,7 +236,7 @@ class GradAccumGradientHandler:
 def _check_planned(model: nn.Module | None, accumulate_size: int) -> None:
     """Raise if the plan's ``accumulation_steps`` do not fit: gradients are complete after its last backward only."""
     plan = getattr(model, "plan", None)
-    planned = plan.options.get("accumulation_steps", 1) if isinstance(plan, Plan) else 1
+    planned = plan.options.get("accumulation_steps", 1) if isinstance(plan, Plan | PipelinePlan) else 1
     if planned > 1 and planned % accumulate_size:  # each batch may be several micro-batches
         raise AutoparError(
             "The model was planned for a different number of backwards per step.",

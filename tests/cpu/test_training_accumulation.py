@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import autopar
 from autopar.errors import AutoparError
 from autopar.training import (
     BaseGradientHandler,
@@ -222,3 +223,14 @@ def test_no_sync_is_entered_for_all_backwards_but_the_last():
         optimizer.backward(model(torch.ones(1, 4)).sum())
         optimizer.step()
     assert len(entered) == 2
+
+
+def test_a_pipeline_that_was_planned_for_other_steps_is_refused_at_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    pipeline, options = autopar.Pipeline(micro_batches=2), {"mesh": {"pp": 2}, "cluster": "cpu-2"}
+    model.plan = autopar.plan(model, torch.randn(4, 4), pipeline=pipeline, accumulation_steps=3, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert GradAccumOptimizer(optimizer, 3, model).accumulate_size == 3
+    with pytest.raises(AutoparError, match="different number of backwards") as caught:
+        GradAccumOptimizer(optimizer, 2, model)
+    assert "accumulation_steps=3" in caught.value.found
