@@ -206,6 +206,31 @@ class Pairs(nn.Module):
         return (a - b).square().sum(-1).mean()
 
 
+class Repeated(nn.Module):
+    """Runs each sample twice, before and after a layer, with copies of the batch behind each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x.repeat(2, 1)).tanh().repeat(3, 2)
+        out = self.second(h).view(3, 2, len(x), 3) * torch.arange(1, 4).view(3, 1, 1, 1)
+        return (out - y.repeat(2, 1, 1)).square().mean()
+
+
+class Behind(nn.Module):
+    """Averages over two batches that lie behind each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.layer(torch.cat([x, y]))
+        return h.square().mean() + F.mse_loss(self.layer(x.repeat(2, 1)), h.detach().tanh())
+
+
 class Filled(nn.Module):
     """Makes tensors of ones and zeros in the shape of others, cut or not."""
 
@@ -234,6 +259,11 @@ CASES = {
     "places": (PositionsAsLong, lambda: {"ids": _ids(8, 8), "places": torch.arange(8)}),
     "mixed": (Mixed, lambda: {"x": torch.randn(8, 5).double(), "labels": _ids(8) % 3}),
     "pairs": (Pairs, lambda: {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 5).double()}),
+    "behind": (Behind, lambda: {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 5).double()}),
+    "repeated": (
+        Repeated,
+        lambda: {"x": torch.randn(8, 5).double(), "y": torch.randn(8, 3).double()},
+    ),
     "filled": (Filled, lambda: {"x": torch.randn(8, 5).double()}),
     "lstm": (ZOO["lstm"].build, ZOO["lstm"].inputs),
     "recommender": (ZOO["recommender"].build, ZOO["recommender"].inputs),

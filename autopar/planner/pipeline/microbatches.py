@@ -132,6 +132,9 @@ DIM_ARGUMENT = {"aten.cat": 1, "aten.slice": 1, "aten.slice_backward": 2, "aten.
 PLACES = {"aten.slice": (2, 3), "aten.slice_backward": (3, 4), "aten.split": (1,), "aten.split_with_sizes": (1,)}
 """The positions of arguments that count elements of that dim."""
 
+SCALED = frozenset({"aten.div", "aten.mul", "aten.neg", "aten._to_copy"})
+"""The ops that leave a value alike in all rows if they read no other."""
+
 SHIFTS = frozenset({"aten.add", "aten.sub", "aten.rsub"})
 """The ops that may add a number to a value, as in ``loss + 1.0``."""
 
@@ -242,7 +245,7 @@ class _Walk:
     def _is_folded(self, node: Node) -> bool:
         if any(v in self.outer for v in node.inputs):
             return True
-        if node.packet not in VIEWS | {"aten.cat", "aten.slice_backward"} or self._fit(node) is not None:
+        if node.packet not in VIEWS | {"aten.cat", "aten.repeat", "aten.slice_backward"} or self._fit(node) is not None:
             return False
         specs, dim = [self.over[v] for v in node.inputs], self._dim(node)
         return all(any(s.dims) if dim is None else bool(s.dims[dim]) for s in specs)
@@ -271,12 +274,16 @@ class _Walk:
 
     def _folded(self, node: Node) -> tuple[Option, int]:
         """Return how a micro-batch runs an op on folded dims, and the outer parts of the cut dim of its results."""
-        outer = {self.outer.get(v, 1) for v in node.inputs if is_cut(self.over[v])}
+        cut = [v for v in node.inputs if is_cut(self.over[v])]
+        differing = [v for v in cut if not self._is_alike(v, self.over[v])]
+        outer = {self.outer.get(v, 1) for v in differing or cut}
         if len(outer) != 1:
             raise self._changes(node)
         (parts,), dim = outer, self._dim(node)
         if node.packet in VIEWS:
             return self._folded_view(node, parts)
+        if node.packet == "aten.repeat":
+            return self._folded_repeat(node, parts)
         if node.packet == "aten.cat" and dim is not None and all(self.over[v].dims[dim] for v in node.inputs):
             return self._folded_cat(node, parts)
         if dim is not None and self.over[node.inputs[0]].dims[dim]:
@@ -311,8 +318,7 @@ class _Walk:
         """Return the way in which an op keeps a folded dim or reduces it."""
 
         def fits(value: Value, spec: ShardingSpec) -> bool:
-            alike = self.graph.by_name[value.node].packet in LIKE  # the same in every row
-            return not is_cut(spec) or spec == self.over[value] or alike
+            return not is_cut(spec) or spec == self.over[value] or self._is_alike(value, spec)
 
         metas = tuple(self.graph.meta(v) for v in node.inputs)
         best: tuple[_Price, int, Option] | None = None
@@ -325,6 +331,18 @@ class _Walk:
         if best is None:
             raise self._changes(node)
         return best[2]
+
+    def _is_alike(self, value: Value, cut: ShardingSpec) -> bool:
+        """Whether a value is the same in every row along the dim that a spec cuts."""
+        node, shape = self.graph.by_name[value.node], self.graph.meta(value).shape
+        if node.packet in LIKE:
+            return True
+        if node.packet == "aten.expand":
+            given = self.graph.meta(node.inputs[0]).shape
+            at = next(d for d, axes in enumerate(cut.dims) if axes) - len(shape) + len(given)
+            return at < 0 or given[at] == 1
+        same = len(node.inputs) == 1 and self.graph.meta(node.inputs[0]).shape == shape
+        return node.packet in SCALED and same and self._is_alike(node.inputs[0], cut)
 
     def _folded_view(self, node: Node, parts: int) -> tuple[Option, int]:
         """Return how to view a cut tensor in another shape, and the outer parts of the dim that is then cut."""
@@ -340,6 +358,17 @@ class _Walk:
                 spec = ShardingSpec.of(tuple((TIME,) if d == at else () for d in range(len(y))))
                 return Option(Strategy((have,), (spec,), ("fold",))), inside
         raise self._changes(node)
+
+    def _folded_repeat(self, node: Node, parts: int) -> tuple[Option, int]:
+        """Return how to repeat a cut tensor, and the parts of the result: all of them once more each time."""
+        have, counts = self.over[node.inputs[0]], node.args[1]
+        assert isinstance(counts, tuple)
+        new = len(counts) - len(have.dims)
+        at = new + next(d for d, axes in enumerate(have.dims) if axes)
+        times = counts[at]
+        assert isinstance(times, int)
+        made = ShardingSpec.of(((),) * new + have.dims)
+        return Option(Strategy((have,), (made,), ("fold",)), plain=True), parts * times
 
     def _folded_cat(self, node: Node, parts: int) -> tuple[Option, int]:
         """Return how to join cut tensors of one length along the dim that is cut, and the parts of the result."""
