@@ -218,6 +218,34 @@ def test_the_memory_of_a_real_step_is_that_of_the_plan():
     assert not model._autopar.clock.memory.is_counting
 
 
+class Queue(nn.Module):
+    """Compares samples with a queue that the call changes, as contrastive learning does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("queue", torch.randn(1000, 8))
+
+    def forward(self, x):
+        loss = (self.layer(x) @ self.queue.clone().t()).logsumexp(1).mean()
+        with torch.no_grad():
+            self.queue.mul_(0.9)
+        return loss
+
+
+def test_the_memory_of_a_step_has_the_copies_of_buffers_that_the_backward_reads():
+    x = torch.randn(4, 8)
+    model = autopar.autoparallelize(Queue(), x, mesh=(1,), cluster="cpu-2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:
+            check = model.compare_with_prediction()
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert check.measured["peak memory"] == pytest.approx(model.plan.peak_memory, rel=0.02)
+
+
 def test_files_that_cannot_be_written_or_read_are_named_errors(plan, tmp_path):
     for write in (plan.save, plan.report):
         with pytest.raises(PlanError, match="cannot be written"):

@@ -336,6 +336,19 @@ class _Sweep:
             size = self._bytes(tensor) if row.size == "shard" else tensor.meta.bytes
             self._allocate(name, size, first, self._event(row.dies, first))
             self.allocations[name].kind = row.kind
+        if any(o.kind == "mutation" and o.name == meaning.name for o in self.graph.outputs):
+            self._keep_apart(tensor.name)
+
+    def _keep_apart(self, buffer: str) -> None:
+        """Allocate copies of what the backward reads of a buffer, which gets a new value before it."""
+        program, turn = self.program, self.program.turn
+        for at, op in enumerate(program.ops[:turn] if turn in self.op_at else ()):
+            for tensor in op.writes:
+                last = min(program.last_read.get(tensor.name, at), len(program.ops) - 1)
+                if program.root[tensor.name] == buffer and last >= turn:
+                    name = f"{tensor.name}|kept"
+                    self._allocate(name, self._bytes(tensor), self.op_at[turn] - 1, self.op_at[last])
+                    self.allocations[name].kind = "activations"
 
     def _event(self, when: Event, read: int) -> int:
         """Return the event at which something happens; ``read`` is known for what happens when a tensor is read."""
