@@ -81,6 +81,11 @@ class Schedule:
         """Whether any backward is split into that of the inputs and that of the weights."""
         return any(action.kind == "I" for action in chain.from_iterable(self.order))
 
+    @property
+    def last_backwards(self) -> dict[int, Action]:
+        """The last B or W of each stage, in its rank's order."""
+        return {action.stage: action for row in self.order for action in row if action.kind in "BW"}
+
     def with_whole_backwards(self, ranks: Collection[int]) -> Schedule:
         """The schedule where these ranks do not split their backwards: they hold less, and others wait longer."""
         if not ranks:
@@ -94,8 +99,7 @@ class Schedule:
     def with_last_backwards_split(self) -> Schedule:
         """The schedule where the last backward of every stage but the first gives its gradient away before the
         gradients of its weights, and what is done with them once for all micro-batches."""
-        last = {action.stage: action for row in self.order for action in row if action.kind in "BW"}
-        apart = {action for action in last.values() if action.kind == "B" and action.stage}
+        apart = {action for stage, action in self.last_backwards.items() if action.kind == "B" and stage}
         order = (chain.from_iterable(_in_two(a) if a in apart else (a,) for a in row) for row in self.order)
         return replace(self, order=tuple(map(tuple, order))) if apart else self
 

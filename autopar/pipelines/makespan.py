@@ -139,7 +139,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         "W": costs.backward_weight,
         "B": tuple(i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)),
     }
-    last = set(last_backwards(schedule)) if any(costs.last_backward) else set()
+    last = set(schedule.last_backwards.values()) if any(costs.last_backward) else set()
     forward_ends = [0.0] * (schedule.stages * count)
     gradient_ends = list(forward_ends)
     free, busy = [0.0] * schedule.ranks, [0.0] * schedule.ranks
@@ -171,12 +171,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     busy = list(map(sum, zip(busy, tails, strict=True)))
     bubble = 1.0 - sum(busy) / (schedule.ranks * total) if total else 0.0
     return Timeline(total, starts, ends, tuple(busy), bubble)
-
-
-def last_backwards(schedule: Schedule) -> list[Action]:
-    """The last B or W of each stage, in its rank's order."""
-    last = {action.stage: action for row in schedule.order for action in row if action.kind in "BW"}
-    return list(last.values())
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:

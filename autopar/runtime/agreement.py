@@ -16,6 +16,9 @@ from autopar.runtime.waiting import wait_for
 
 T = TypeVar("T")
 
+FROZEN, DTYPES = "parameters without gradients", "dtypes of parameters"
+"""Properties of a call of which a rank of a pipeline knows those of its own stages only."""
+
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -158,7 +161,7 @@ def _disagreement(reports: Sequence[dict[str, str]]) -> RankError:
             found="another number of parameters, or another requires_grad or dtype of one of them",
             hint="change parameters on all ranks, and those of a pipeline before it is made.",
         )
-    if all(reports[0].get(k) == v or "parameters" in k for k, v in reports[other].items()):
+    if all(reports[0].get(k) == v or k in (FROZEN, DTYPES) for k, v in reports[other].items()):
         return RankError(
             f"Rank {other} has other parameters than rank 0 knows of.",
             found=_difference(reports[0], reports[other], other),

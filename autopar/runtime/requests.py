@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.errors import InputError
 from autopar.guards import Difference
-from autopar.runtime.agreement import same_call
+from autopar.runtime.agreement import DTYPES, FROZEN, same_call
 from autopar.runtime.tables import Tables, tables
 from autopar.runtime.variants import Call, ParallelBase, Variant
 
@@ -58,10 +58,6 @@ def agreed_request(
         lambda request: state.number_of((request.key, request.number, request.loose)),
         lambda request: _description(model, request, gradients),
     )
-
-
-FROZEN, DTYPES = "parameters without gradients", "dtypes of parameters"
-"""What a rank of a pipeline knows of its own stages only."""
 
 
 def _description(model: ParallelBase, request: Request, gradients: bool) -> dict[str, str]:

@@ -43,9 +43,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self.is_enabled() or not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return
         known = self._state(optimizer)["found_inf_per_device"]
-        if (
-            not known and self._scale is not None
-        ):  # a rank of a pipeline's stage that is frozen has no gradients, and steps with the others
+        if not known:  # a rank whose stage of a pipeline is frozen has no gradients, and steps with the others
+            assert self._scale is not None
             known[self._scale.device] = torch.zeros(1, device=self._scale.device)
         found = list(known.values())
         most = torch.stack([f.to(found[0].device) for f in found]).amax().reshape(1)

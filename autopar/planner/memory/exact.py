@@ -336,7 +336,8 @@ class _Sweep:
             size = self._bytes(tensor) if row.size == "shard" else tensor.meta.bytes
             self._allocate(name, size, first, self._event(row.dies, first))
             self.allocations[name].kind = row.kind
-        if any(o.kind == "mutation" and o.name == meaning.name for o in self.graph.outputs):
+        written = (o.name for o in self.graph.outputs if o.kind == "mutation")
+        if meaning.kind == "buffer" and meaning.name in written:
             self._keep_apart(tensor.name)
 
     def _keep_apart(self, buffer: str) -> None:

@@ -27,7 +27,7 @@ from autopar.errors import AutoparError, InfeasibleError, PlanError, Shortfall
 from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh, without_axis
 from autopar.pipelines.actions import Schedule
-from autopar.pipelines.makespan import Costs, in_flight, last_backwards, simulate
+from autopar.pipelines.makespan import Costs, in_flight, simulate
 from autopar.pipelines.orders import schedule, zero_bubble
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
 from autopar.planner.baselines.roles import baselines
@@ -595,11 +595,9 @@ class _PipelineSearch:
             peaks,
         )
 
-    def _with_memory(
-        self, d: Drawn, costs: Costs, held: Sequence[StageBytes]
-    ) -> tuple[Schedule, Costs, tuple[int, ...]]:
-        """Return the schedule for these stages with its costs, and the peaks of its ranks: as it was drawn or, of
-        listed ones, made anew from what the stages cost and hold, whichever is shorter."""
+    def _with_memory(self, d: Drawn, costs: Costs, held: Sequence[StageBytes]) -> _Scheduled:
+        """Return the schedule for these stages: as it was drawn or, of listed ones, made anew from what the stages cost
+        and hold, whichever is shorter; with only the last backwards split where that shortens it."""
 
         def scheduled(made: Schedule) -> _Scheduled:
             made, peaks = self._with_less(made, held)
@@ -619,14 +617,13 @@ class _PipelineSearch:
                     caps[rank] = max(caps[rank] - max(over, one), least[rank])
             if caps == before:
                 break
-
         best = min(found, key=self._badness)
         if self.asked.schedule == AUTO:
             split = scheduled(best.schedule.with_last_backwards_split())
             (peak, seconds), (least_peak, least_s) = self._badness(split), self._badness(best)
             if peak <= least_peak and seconds < (1 - SPLIT_GAIN) * least_s:
                 best = split
-        return best.schedule, best.costs, best.peaks
+        return best
 
     def _badness(self, f: _Scheduled) -> tuple[float, float]:
         """Return the bytes of the fullest rank, at least the budget, and the seconds of a step."""
@@ -652,8 +649,8 @@ class _PipelineSearch:
 
 def _delivering(costs: Costs, made: Schedule, parts: Sequence[Parts]) -> Costs:
     """Return the costs with what the last backward of each stage takes besides, as the schedule has it."""
-    last = {action.stage: action.kind for action in last_backwards(made)}
-    extra = (p.delivery_apart if last[s] == "W" else p.delivery for s, p in enumerate(parts))
+    last = made.last_backwards
+    extra = (p.delivery_apart if last[s].kind == "W" else p.delivery for s, p in enumerate(parts))
     return replace(costs, last_backward=tuple(extra))
 
 
