@@ -16,6 +16,7 @@ from autopar import kernels, planner
 from autopar.arguments import as_mesh
 from autopar.emission import emitted, lowered
 from autopar.errors import ConstraintError, InfeasibleError, MeshError, PlanError
+from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
 from autopar.planner.answers.make_plan import make_plan
@@ -128,18 +129,18 @@ def planned_on_meshes(
             hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.',
         )
     each = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(meshes))
-    plans: list[Plan] = []
+    plans: list[tuple[Plan, Graph]] = []
     refused: list[InfeasibleError] = []
     for m in meshes:
         try:
-            plans.append(planned_on(capture, m, cluster, each, captured_s, progress))
+            plans.append(_searched(capture, m, cluster, each, captured_s, progress))
         except InfeasibleError as error:
             refused.append(error)
     if not plans:
         raise min(refused, key=lambda error: error.least_bytes)
-    best = min(plans, key=lambda p: (p.step_time, p.peak_memory))
-    tried = tuple((str(p.mesh), p.step_time) for p in plans) if len(plans) > 1 else ()
-    return dataclasses.replace(best, candidates=tried)
+    best, graph = min(plans, key=lambda found: (found[0].step_time, found[0].peak_memory))
+    tried = tuple((str(p.mesh), p.step_time) for p, _ in plans) if len(plans) > 1 else ()
+    return _with_source(dataclasses.replace(best, candidates=tried), graph, capture)
 
 
 def planned_on(
@@ -150,15 +151,36 @@ def planned_on(
     captured_s: float,
     progress: Callable[[str], None] | None,
 ) -> Plan:
+    return _with_source(*_searched(capture, mesh, cluster, options, captured_s, progress), capture)
+
+
+def _searched(
+    capture: Capture,
+    mesh: Mesh,
+    cluster: Cluster,
+    options: Options,
+    captured_s: float,
+    progress: Callable[[str], None] | None,
+) -> tuple[Plan, Graph]:
+    """The plan on a mesh without the text of its program, and the form of the graph that was planned."""
     sized = cluster.sized(mesh.size)
     planned = planner.plan_forms(capture.graph, mesh, sized, options, progress)
-    started, graph = time.perf_counter(), planned.decisions.graph
-    made = make_plan(planned, graph, mesh, sized, options, "", capture.notices)
-    source = emitted(made, lowered(made, graph), capture)
     planned.timings["capture"] = captured_s
-    planned.timings["lower"] = planned.timings.get("lower", 0.0) + time.perf_counter() - started
-    named = sorted({name for op in planned.program.ops for name in op.kernels})
-    return dataclasses.replace(made, source=source, kernels={name: kernels.source(name) for name in named})
+    graph = planned.decisions.graph
+    return make_plan(planned, graph, mesh, sized, options, "", capture.notices), graph
+
+
+def _with_source(made: Plan, graph: Graph, capture: Capture) -> Plan:
+    started = time.perf_counter()
+    source = emitted(made, lowered(made, graph), capture)
+    lower_s = made.timings.get("lower", 0.0) + time.perf_counter() - started
+    named = sorted({name for op in made.program.ops for name in op.kernels})
+    return dataclasses.replace(
+        made,
+        source=source,
+        timings={**made.timings, "lower": lower_s},
+        kernels={name: kernels.source(name) for name in named},
+    )
 
 
 def as_shared(plan: Plan) -> Any:
