@@ -21,11 +21,13 @@ from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
 from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.ranges import Sizes
+from autopar.planner.search.forms import LEAST_S
 from autopar.plans import Plan
 from autopar.precision import computing_in, stored_dtype
 from autopar.ranged import carried_to, fitted, largest, over_range, resized
 from autopar.runtime.agreement import world_size
 from autopar.runtime.materialize import existing_dtensor
+from autopar.solver.clock import WORK_SHARE, limited, now
 from autopar.spmd.placements import from_placements
 from autopar.structure import is_dense
 from autopar.tracer import Capture, ColoTracer
@@ -128,19 +130,23 @@ def planned_on_meshes(
             found="mesh=None with constraints",
             hint='write mesh=(2, 4) or mesh={"dp": 2, "tp": 4}.',
         )
-    each = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(meshes))
     plans: list[tuple[Plan, Graph]] = []
     refused: list[InfeasibleError] = []
-    for m in meshes:
-        try:
-            plans.append(_searched(capture, m, cluster, each, captured_s, progress))
-        except InfeasibleError as error:
-            refused.append(error)
+    with limited(options.time_limit_s):
+        ends = now() + WORK_SHARE * options.time_limit_s
+        # Fewer axes are searched sooner, and what they leave is for the others.
+        for left, m in zip(range(len(meshes), 0, -1), sorted(meshes, key=lambda m: len(m.shape)), strict=True):
+            each = dataclasses.replace(options, time_limit_s=max((ends - now()) / WORK_SHARE / left, LEAST_S))
+            try:
+                plans.append(_searched(capture, m, cluster, each, captured_s, progress))
+            except InfeasibleError as error:
+                refused.append(error)
     if not plans:
         raise min(refused, key=lambda error: error.least_bytes)
     best, graph = min(plans, key=lambda found: (found[0].step_time, found[0].peak_memory))
     tried = tuple((str(p.mesh), p.step_time) for p, _ in plans) if len(plans) > 1 else ()
-    return _with_source(dataclasses.replace(best, candidates=tried), graph, capture)
+    asked = {**best.options, "time_limit_s": options.time_limit_s}
+    return _with_source(dataclasses.replace(best, candidates=tried, options=asked), graph, capture)
 
 
 def planned_on(
