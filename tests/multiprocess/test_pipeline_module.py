@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +216,49 @@ def _accumulated(two_phase: bool) -> dict[str, Any]:
 def test_accumulation_over_calls(pool: RankPool, two_phase: bool) -> None:
     for found in pool.run(_accumulated, two_phase):
         assert {k: v for k, v in found.items() if not v < FLOAT} == {}
+
+
+def _left_behind(mesh: dict[str, int], two_phase: bool) -> dict[str, bool]:
+    """Whether gradients and inputs of calls live on, while no cycle is collected."""
+    plain: dict[str, Any] = {"pipeline": None} if "pp" not in mesh else {}
+    whole: dict[str, Any] = {"outputs": "whole"} if two_phase else {}
+    _, model, batch = _pair(mesh, **plain, **whole)
+    refs: dict[str, list[weakref.ref[Any]]] = {"gradients": [], "inputs": []}
+    gc.collect()
+    gc.disable()
+    try:
+        for trains in (True, True, False):
+            given = {k: t.clone() for k, t in batch.items()}
+            refs["inputs"] += [weakref.ref(t) for t in given.values()]
+            with torch.set_grad_enabled(trains):
+                out = model(**given)
+            if trains:
+                loss = out.logits.square().mean() if two_phase else out.loss
+                loss.backward()
+                refs["gradients"] += [weakref.ref(p.grad._local_tensor) for p in model.parameters()]
+                model.zero_grad()
+                assert _gone(refs["gradients"]), "held by the loss"
+        model(**{k: t.clone() for k, t in batch.items()})
+        del given, out, loss
+        return {name: not _gone(found) for name, found in refs.items()}
+    finally:
+        gc.enable()
+
+
+def _gone(refs: list[weakref.ref[Any]]) -> bool:
+    """Whether nothing is left; gloo's threads let go of what they have sent a moment after it has arrived."""
+    until = time.monotonic() + 5.0
+    while any(ref() is not None for ref in refs):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("two_phase", [False, True])
+def test_nothing_of_a_step_lives_on(pool: RankPool, mesh: dict[str, int], two_phase: bool) -> None:
+    assert pool.run(_left_behind, mesh, two_phase) == [{"gradients": False, "inputs": False}] * 2
 
 
 class Changing(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,7 +149,7 @@ class PipelineRun:
             len(self.program.schedule.rank_of),
             self.rank,
             self.program.schedule.micro_batches,
-            self,
+            weakref.proxy(self),  # a cycle would hold the gradients of each step until the collector runs
         )
         self.marks = Marks(self.state.device)
         self._ahead: dict[str, DTensor] | None = None
@@ -266,6 +267,7 @@ class PipelineRun:
         self.loop.kept.clear()
         self.loop.held.clear()
         self.loop.sums.clear()
+        self.loop.gradients = {}
 
     def operand(self, stage: StagePrograms, meaning: Input, spec: ShardingSpec, micro_batch: int) -> Tensor:
         if meaning.kind == "buffer":
