@@ -1,13 +1,18 @@
 """Compare pipelines with those that people write by hand with torch.distributed.pipelining, and with no pipeline.
 
-    python benchmarks/pipeline.py [--rounds 10] [--layers 8] [--json FILE]      # measured, on two gloo processes
-    python benchmarks/pipeline.py --predicted [--only NAME ...] [--json FILE]   # predicted, for clusters
+    python benchmarks/pipeline.py [--rounds 10] [--layers 8] [--only NAME ...] [--json FILE]   # measured, on gloo
+    python benchmarks/pipeline.py --predicted [--only NAME ...] [--json FILE]                  # predicted, for clusters
 
-Measured: a step is forward, backward and AdamW of the same decoder and batch, in the same schedule, with one thread a
-process. The two programs alternate step by step, so that other work on the machine affects both alike. The table has
-the median over the rounds of the ratio of their times in one round, and how far the loss of the first step, whose
-labels are uneven over the micro-batches, is from that of one process. Bytes are those of live tensors on each rank at
-the peak of a step, and those sent from stage to stage.
+Measured: a step is forward, backward and AdamW of the same decoder and batch, in the same schedule, on two ranks along
+the pipeline, with one thread a process. Where two ranks share each stage, FSDP2 is applied by hand to each block and
+each stage, whose parameters stay gathered from its first forward to its last backward, and each of the two takes half
+of the batch; autopar chooses shardings itself. The two programs alternate step by step, so that other work on the
+machine affects both alike. The table has the median over the rounds of the ratio of their times in one round, and how
+far the loss of the first step, whose labels are uneven over the micro-batches, is from that of one process.
+
+Bytes are those of live tensors on each rank at the peak of three steps in a row, since what a step leaves in reference
+cycles lives until Python collects it, and those that a step sends from stage to stage. FSDP2 gathers parameters into
+storages that it makes once and resizes, past the dispatcher where tensors are counted, so resizing is counted as well.
 
 Predicted: the step of the chosen pipeline beside that of the best plan without one.
 """
@@ -15,7 +20,9 @@ Predicted: the step of the chosen pipeline beside that of the best plan without 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import math
 import re
 import statistics
 import sys
@@ -32,7 +39,15 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -42,8 +57,8 @@ from autopar.spmd.pipeline.links import Links
 from tests.ranks import run_ranks
 
 WIDTH, VOCABULARY, LENGTH, BATCH, MICRO_BATCHES = 256, 512, 64, 16, 4
+STEPS_METERED = 3
 PRECISION = {"parameter": "bf16", "reduce": "fp32", "master": "fp32"}
-BY_HAND = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class Block(nn.Module):
@@ -94,42 +109,74 @@ def built(layers: int) -> Decoder:
     return Decoder(layers)
 
 
-class ByHand:
-    """Two stages of equal numbers of layers under torch's runtime."""
+@dataclass(frozen=True)
+class Written:
+    """A schedule of torch's runtime, and how many stages each of two ranks holds; in a V the last is with the first."""
 
-    def __init__(self, schedule: str, layers: int) -> None:
-        model, rank = built(layers), dist.get_rank()
-        half = layers // 2
-        parts = (
-            nn.Sequential(model.embed, *model.blocks[:half]),
-            nn.Sequential(*model.blocks[half:], model.head),
-        )
-        self.part = parts[rank]
-        stage = PipelineStage(self.part, rank, 2, torch.device("cpu"))
-        self.schedule = BY_HAND[schedule](stage, MICRO_BATCHES, loss_fn=loss_of)
-        self.optimizer = torch.optim.AdamW(self.part.parameters())
+    schedule: Any
+    chunks: int = 1
+    turns: bool = False
+
+    def stages(self, position: int) -> list[int]:
+        """Return the numbers of the stages at a position along the pipeline."""
+        return [position, 3 - position] if self.turns else [position + 2 * i for i in range(self.chunks)]
+
+
+BY_HAND = {
+    "gpipe": Written(ScheduleGPipe),
+    "1f1b": Written(Schedule1F1B),
+    "interleaved": Written(ScheduleInterleaved1F1B, 2),
+    "zbv": Written(ScheduleZBVZeroBubble, 2, turns=True),
+}
+
+
+class ByHand:
+    """Stages of equal numbers of layers under torch's runtime, with FSDP2 inside where ``dp`` ranks share each."""
+
+    def __init__(self, schedule: str, layers: int, dp: int) -> None:
+        written, mesh = BY_HAND[schedule], init_device_mesh("cpu", (2, dp), mesh_dim_names=("pp", "dp"))
+        self.share = mesh.get_local_rank("dp"), dp
+        numbers = written.stages(mesh.get_local_rank("pp"))
+        self.begins = 0 in numbers
+        parts = [parts_of(built(layers), 2 * written.chunks)[n] for n in numbers]
+        if dp > 1:
+            for module in [m for part in parts for m in [*part, part] if isinstance(m, Block | nn.Sequential)]:
+                fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+        stages = [
+            PipelineStage(part, n, 2 * written.chunks, torch.device("cpu"), group=mesh.get_group("pp"))
+            for n, part in zip(numbers, parts, strict=True)
+        ]
+        several = written.chunks > 1
+        self.schedule = written.schedule(stages if several else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+        self.optimizer = torch.optim.AdamW(p for part in parts for p in part.parameters())
 
     def step(self) -> float:
-        ids, labels = batch()
+        rank, dp = self.share
+        ids, labels = (each.chunk(dp)[rank] for each in batch())
         losses: list[Tensor] = []
-        if dist.get_rank() == 0:
-            self.schedule.step(ids)
-        else:
-            self.schedule.step(target=labels, losses=losses)
+        self.schedule.step(*[ids] * self.begins, target=labels, losses=losses, return_outputs=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(torch.stack(losses).mean().detach()) if losses else float("nan")
 
 
-class Ours:
-    """The same model and schedule, cut by autopar."""
+def parts_of(model: Decoder, count: int) -> list[nn.Sequential]:
+    """Cut a model into parts of equal numbers of layers."""
+    size = len(model.blocks) // count
+    parts = [[*model.blocks[n * size : (n + 1) * size]] for n in range(count)]
+    return [nn.Sequential(*part) for part in [[model.embed, *parts[0]], *parts[1:-1], [*parts[-1], model.head]]]
 
-    def __init__(self, schedule: str, layers: int) -> None:
+
+class Ours:
+    """The same model and schedule, cut by autopar, which chooses the shardings where ``dp`` ranks share each stage."""
+
+    def __init__(self, schedule: str, layers: int, dp: int) -> None:
+        chunks = BY_HAND[schedule].chunks
         self.model = autopar.autoparallelize(
             built(layers),
             batch(),
-            mesh={"pp": 2},
-            pipeline=autopar.Pipeline(micro_batches=MICRO_BATCHES, schedule=schedule),
+            mesh={"pp": 2, "dp": dp} if dp > 1 else {"pp": 2},
+            pipeline=autopar.Pipeline(micro_batches=MICRO_BATCHES, schedule=schedule, chunks=chunks),
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
@@ -141,73 +188,104 @@ class Ours:
         return float(loss.detach())
 
 
-def measure(schedule: str, layers: int, rounds: int) -> dict[str, Any]:
-    """Run on every rank: alternate steps of both programs."""
+PROGRAMS: dict[str, type[ByHand | Ours]] = {"by hand": ByHand, "autopar": Ours}
+
+
+def measure(schedule: str, layers: int, dp: int, rounds: int) -> dict[str, Any]:
+    """Run on every rank: measure what each program holds and sends, then alternate steps of both."""
     warnings.simplefilter("ignore")
-    both = {"by hand": ByHand(schedule, layers), "autopar": Ours(schedule, layers)}
-    losses = {name: program.step() for name, program in both.items()}
+    both, losses, held, sent = {}, {}, {}, {}
+    for name, program in PROGRAMS.items():
+        others = {*map(id, tensors())}
+        both[name] = program(schedule, layers, dp)
+        losses[name] = both[name].step()
+        held[name], sent[name] = held_and_sent(both[name], others)
     seconds: dict[str, list[float]] = {name: [] for name in both}
     for _ in range(rounds):
-        for name, program in both.items():
+        for name, each in both.items():
             dist.barrier()
             began = time.perf_counter()
-            program.step()
+            each.step()
             dist.barrier()
             seconds[name].append(time.perf_counter() - began)
-    held = {name: held_and_sent(program) for name, program in both.items()}
-    return {"losses": losses, "seconds": seconds, "held": held}
+    return {"losses": losses, "seconds": seconds, "held": held, "sent": sent}
 
 
-def held_and_sent(program: ByHand | Ours) -> tuple[int, int]:
-    """Return the most bytes that tensors hold in a step, parameters and optimizer state included, and those sent."""
-    total, send, made = 0, Links.send, dist.P2POp.__init__
+def tensors() -> list[Tensor]:
+    """Return all tensors that have memory of their own, with the shards of DTensors."""
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+
+
+class Meter(MemoryMeter):
+    """Counts storages that are resized at their new sizes."""
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        torch.empty(0, dtype=torch.uint8).set_(storage)  # counts it if it is not counted yet
+        size, key = storage.nbytes(), storage._cdata
+        self.held += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.held)
+
+
+def held_and_sent(program: ByHand | Ours, others: set[int]) -> tuple[int, int]:
+    """Return the most bytes that tensors but ``others`` hold in a few steps, and those sent between stages in one."""
+    total, send, made, resize = 0, Links.send, dist.P2POp.__init__, torch.UntypedStorage.resize_
 
     def counted_send(links: Links, to: int, tensor: Tensor) -> Any:
         nonlocal total
         total += tensor.nbytes
         return send(links, to, tensor)
 
-    def counted_op(op: dist.P2POp, function: Any, tensor: Tensor, *others: Any, **named: Any) -> None:
+    def counted_op(op: dist.P2POp, function: Any, tensor: Tensor, *more: Any, **named: Any) -> None:
         nonlocal total
         total += tensor.nbytes if function is dist.isend else 0
-        made(op, function, tensor, *others, **named)
+        made(op, function, tensor, *more, **named)
+
+    def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        resize(storage, size)
+        meter.resized(storage)
+        return storage
 
     program.step()
-    states = [v for state in program.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    parameters = [p for group in program.optimizer.param_groups for p in group["params"]]
+    kept = [each for each in tensors() if id(each) not in others]
     with (
         patch.object(Links, "send", counted_send),
         patch.object(dist.P2POp, "__init__", counted_op),
-        MemoryMeter() as meter,
+        patch.object(torch.UntypedStorage, "resize_", counted_resize),
+        Meter() as meter,
     ):
-        meter.hold([*parameters, *states])
-        program.step()
-    return meter.peak, total
+        meter.hold(kept)
+        del kept
+        for _ in range(STEPS_METERED):
+            program.step()
+    return meter.peak, total // STEPS_METERED
 
 
-def measured(layers: int, rounds: int) -> list[dict[str, Any]]:
+def measured(layers: int, rounds: int, only: list[str]) -> list[dict[str, Any]]:
     expected = float(built(layers)(*batch()).detach())
     rows = []
-    for schedule in BY_HAND:
-        ranks = run_ranks(2, measure, schedule, layers, rounds, timeout=600.0)
-        last = ranks[1]
-        peak, sent = ({k: [r["held"][k][i] for r in ranks] for k in last["held"]} for i in (0, 1))
-        pairs = zip(last["seconds"]["autopar"], last["seconds"]["by hand"], strict=True)
-        rows.append(
-            {
-                "schedule": schedule,
-                "by hand, s": statistics.median(last["seconds"]["by hand"]),
-                "autopar, s": statistics.median(last["seconds"]["autopar"]),
-                "ratio": statistics.median(ours / theirs for ours, theirs in pairs),
-                "by hand, MiB": " and ".join(f"{b / 2**20:.1f}" for b in peak["by hand"]),
-                "autopar, MiB": " and ".join(f"{b / 2**20:.1f}" for b in peak["autopar"]),
-                "by hand, sent MiB": sum(sent["by hand"]) / 2**20,
-                "autopar, sent MiB": sum(sent["autopar"]) / 2**20,
-                "by hand, loss off": abs(last["losses"]["by hand"] - expected) / expected,
-                "autopar, loss off": abs(last["losses"]["autopar"] - expected) / expected,
-            }
-        )
+    for dp, inside in ((1, "one device"), (2, "FSDP2 on 2")):
+        for schedule in BY_HAND:
+            if only and not any(part in f"{schedule}, {inside}" for part in only):
+                continue
+            ranks = run_ranks(2 * dp, measure, schedule, layers, dp, rounds, timeout=600.0)
+            rows.append({"schedule": schedule, "inside": inside, **compared(ranks, expected)})
     return rows
+
+
+def compared(ranks: list[dict[str, Any]], expected: float) -> dict[str, Any]:
+    """Return a row of the table from what ``measure`` returned on each rank, and the loss of one process."""
+    seconds = ranks[0]["seconds"]
+    ratios = (ours / theirs for ours, theirs in zip(seconds["autopar"], seconds["by hand"], strict=True))
+    row = {f"{name}, s": statistics.median(each) for name, each in seconds.items()}
+    row |= {"ratio": statistics.median(ratios)}
+    row |= {f"{name}, MiB": ", ".join(f"{r['held'][name] / 2**20:.1f}" for r in ranks) for name in PROGRAMS}
+    row |= {f"{name}, sent MiB": sum(r["sent"][name] for r in ranks) / 2**20 for name in PROGRAMS}
+    for name in PROGRAMS:
+        loss = statistics.mean(r["losses"][name] for r in ranks if not math.isnan(r["losses"][name]))
+        row[f"{name}, loss off"] = abs(loss - expected) / expected
+    return row
 
 
 @dataclass(frozen=True)
@@ -296,13 +374,13 @@ def _print(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predicted", action="store_true", help="predict for clusters instead of measuring here")
-    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of set-ups")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of rows, as in 'zbv, FSDP2'")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    rows = predicted(given.only) if given.predicted else measured(given.layers, given.rounds)
+    rows = predicted(given.only) if given.predicted else measured(given.layers, given.rounds, given.only)
     _print(rows)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
