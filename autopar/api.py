@@ -31,9 +31,11 @@ from autopar.planning import (
     as_shared,
     belonging,
     capture_model,
+    capture_one_batch,
     mesh_of_shared,
     planned_on_meshes,
     planned_over_range,
+    summing,
     with_all_room,
     with_shared,
     world_of,
@@ -90,27 +92,35 @@ def plan(
     started = time.perf_counter()
     if progress is not None:
         progress("capture")
-    capture = capture_model(model, call, wanted, size)
-    captured_s = time.perf_counter() - started
+    capture = capture_one_batch(model, call, wanted, size)
     mesh = mesh_of_shared(model, mesh)
     wanted = with_shared(model, capture, mesh, wanted, None)
-    found = functools.partial(
-        planned_on_meshes,
-        mesh=mesh,
-        cluster=hardware,
-        size=size,
-        options=wanted,
-        captured_s=captured_s,
-        progress=progress,
-    )
-    asked = Request(model, call, mesh, hardware, wanted, False, capture.graph, captured_s, progress)
+    captured_s = time.perf_counter() - started
+    return _searched(Request(model, call, mesh, hardware, wanted, False, None, captured_s, progress), capture, size)
 
-    def planned() -> Plan:
-        return planned_or_remedied(lambda: planned_over_range(found, model, call, capture, wanted, size), asked)
 
-    if mesh is not None or wanted.batch == "local" or wanted.ranges is not None:
-        return planned()
-    return with_pipelines(planned, model, call, capture, size, hardware, wanted, progress)
+def _searched(request: Request, capture: Capture, size: int, *, edited: bool = False) -> Plan | PipelinePlan:
+    """Return the fastest plan; without a mesh among all meshes that are worth a search, and pipelines that may pay.
+
+    Args:
+        capture: without sums of gradients.
+        edited: whether a text stands for the plan's program, which no pipeline has.
+    """
+    r, options = request, request.options
+    summed = summing(capture, options)
+
+    def on_meshes(elsewhere: Callable[[Plan | None], float] = lambda _: 0.0) -> Plan:
+        def search(captured: Capture) -> Plan:
+            return planned_on_meshes(captured, r.mesh, r.cluster, size, options, r.captured_s, r.progress, elsewhere)
+
+        return planned_over_range(search, r.model, r.call, summed, options, size)
+
+    def search() -> Plan | PipelinePlan:
+        if r.mesh is not None or options.batch == "local" or options.ranges is not None or edited:
+            return on_meshes()
+        return with_pipelines(on_meshes, capture, size, r.cluster, options, r.progress)
+
+    return planned_or_remedied(search, dataclasses.replace(request, graph=summed.graph))
 
 
 def _check_module(model: object) -> None:
@@ -176,13 +186,6 @@ def autoparallelize(
         if source is not None and (isinstance(given, PipelinePlan) or (given is None and is_pipelined(mesh, wanted))):
             raise PlanError("The programs of a pipeline cannot be edited.", found="source", hint="leave source out.")
         edited = None if source is None else _edited_text(given, source, wanted.backend)
-        if wanted.pipeline is not None and given is None and mesh is None:
-            raise MeshError(
-                "A pipeline without a mesh is chosen by a plan.",
-                found=f"pipeline={wanted.pipeline.stages!r}, mesh=None",
-                hint="give the mesh, or plan first: autoparallelize(model, inputs, plan=autopar.plan(model, inputs, "
-                'pipeline="auto")).',
-            )
         _check_world(given.mesh if given is not None else as_mesh(mesh) if mesh is not None else None)
         if given is not None:
             kept = ("batch", "outputs", "mixed_precision", "accumulation_steps", "expert_room")
@@ -196,8 +199,8 @@ def autoparallelize(
         return _pipelined(model, meta_inputs, mesh, hardware, given, wanted, progress, initialize=initialize)
     started = time.perf_counter()
     call = bind(model, *as_call(meta_inputs))
-    capture = on_all_ranks(lambda: capture_model(model, call, wanted, world_size()), lambda c: c.graph.digest)
-    captured_s = time.perf_counter() - started
+    batch = on_all_ranks(lambda: capture_one_batch(model, call, wanted, world_size()), lambda c: c.graph.digest)
+    capture = summing(batch, wanted)
     if given is not None:
         made = on_all_ranks(lambda: belonging(given, as_planned(capture, given), call))
         mesh = mesh_of_shared(model, mesh if mesh is not None else made.mesh)
@@ -205,23 +208,13 @@ def autoparallelize(
     else:
         mesh = mesh_of_shared(model, mesh)
         wanted = with_shared(model, capture, mesh, wanted, None)
-        found = functools.partial(
-            planned_on_meshes,
-            mesh=mesh,
-            cluster=hardware,
-            size=world_size(),
-            options=wanted,
-            captured_s=captured_s,
-            progress=progress,
-        )
-        size = world_size()
-        asked = Request(model, call, mesh, hardware, wanted, True, capture.graph, captured_s, progress)
-
-        def planned() -> Plan:
-            return planned_or_remedied(lambda: planned_over_range(found, model, call, capture, wanted, size), asked)
-
-        text = decided_on_rank_0(lambda: as_shared(planned()))
-        made = text if isinstance(text, Plan) else Plan.from_json(text)
+        captured_s = time.perf_counter() - started
+        asked = Request(model, call, mesh, hardware, wanted, True, None, captured_s, progress)
+        text = decided_on_rank_0(lambda: as_shared(_searched(asked, batch, world_size(), edited=edited is not None)))
+        found = plan_from_json(text) if isinstance(text, str) else text
+        if isinstance(found, PipelinePlan):
+            return _pipelined(model, meta_inputs, mesh, hardware, found, wanted, progress, initialize=initialize)
+        made = found
     capture = as_planned(capture, made)
     made, local = on_all_ranks(lambda: with_emitted_source(made, capture, wanted))
     return assemble(
@@ -253,7 +246,7 @@ def _pipelined(
     call = bind(model, *as_call(meta_inputs))
     shape = given.mesh if given is not None else as_mesh(mesh)
     size = shape.without(AXIS).size
-    capture = on_all_ranks(lambda: capture_model(model, call, options, size, sums=False), lambda c: c.graph.digest)
+    capture = on_all_ranks(lambda: capture_one_batch(model, call, options, size), lambda c: c.graph.digest)
     made = given
     if made is None:
         planned = functools.partial(pipeline_plan, capture, shape, cluster, options, progress=progress)
@@ -353,7 +346,7 @@ def simulate(
         accumulation_steps=plan.options.get("accumulation_steps", 1),
     )
     if isinstance(plan, PipelinePlan):
-        capture = capture_model(model, call, options, plan.stage_mesh.size, sums=False)
+        capture = capture_one_batch(model, call, options, plan.stage_mesh.size)
         check_belongs(plan, capture)
         run = simulate_plan(capture, plan, _named(model, call, capture, options), options, seed)
         return dataclasses.replace(run, outputs=_built(capture, run.outputs))

@@ -22,7 +22,7 @@ from autopar.pipelines.request import AXIS, Pipeline
 from autopar.pipelining import SPLIT_TITLE, Staged, pipeline_plan, staged
 from autopar.planner import Options
 from autopar.planner.pipeline.stages import Stage
-from autopar.planning import MeshLike, as_planned, batch_of, capture_model
+from autopar.planning import MeshLike, as_planned, batch_of, capture_one_batch
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan, plan_from_json
 from autopar.precision import policy_of, stored_dtype
@@ -187,7 +187,7 @@ def _compile(
 
     def captured() -> Capture:
         with restored_attributes(model, state.attributes_before), absent.whole(model):
-            return capture_model(model, call, options, state.mesh.size, every=every, trains=False, sums=False)
+            return capture_one_batch(model, call, options, state.mesh.size, every=every, trains=False)
 
     capture = on_all_ranks(captured, lambda c: c.graph.digest)
     first: PipelinePlan = state.plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +28,12 @@ from autopar.planner.pipeline.microbatches import OTHER_LOSS, MicroBatch, micro_
 from autopar.planner.pipeline.search import pipelines_by_hand, plan_pipeline
 from autopar.planner.pipeline.stages import Stage, cut, seams
 from autopar.planner.search.candidates import budget_bytes
-from autopar.planning import MeshLike, capture_model
+from autopar.planner.search.forms import LEAST_S
+from autopar.planning import MeshLike, capture_one_batch
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan
 from autopar.plans.records import BaselineRecord
+from autopar.solver.clock import limited, now
 from autopar.spmd import Lowered
 from autopar.tracer import Capture
 from autopar.tracer.calls import Call
@@ -84,15 +87,13 @@ def planned_as_pipeline(
         progress("capture")
     asked_pipeline(mesh, options)
     began = time.perf_counter()
-    capture = capture_model(model, call, options, mesh.without(AXIS).size, sums=False)
+    capture = capture_one_batch(model, call, options, mesh.without(AXIS).size)
     captured_s = time.perf_counter() - began
     return _warned(pipeline_plan(capture, mesh, cluster, options, captured_s, progress)), capture
 
 
 def with_pipelines(
-    planned: Callable[[], Plan],
-    model: nn.Module,
-    call: Call,
+    planned: Callable[[Callable[[Plan | None], float]], Plan],
     capture: Capture,
     size: int,
     cluster: Cluster,
@@ -101,19 +102,25 @@ def with_pipelines(
 ) -> Plan | PipelinePlan:
     """Return the fastest of the plan without a pipeline and of the pipelines that may be faster.
 
+    Args:
+        planned: the search without a pipeline; it is given the share of its time that is for pipelines, by what they
+            may gain.
+        capture: without sums of gradients.
+
     Raises:
         InfeasibleError: neither fits.
     """
     plain: Plan | None = None
     refused: InfeasibleError | None = None
-    if options.pipeline is None or options.pipeline.stages == AUTO:
-        try:
-            plain = planned()
-        except InfeasibleError as error:
-            refused = error
-    if options.accumulation_steps > 1 or options.dtype_of("reduce"):
-        capture = capture_model(model, call, options, size, sums=False)
-    found = list(pipelines_that_may_pay(capture, plain, size, cluster, options, progress))
+    sized = cluster.sized(size)
+    with limited(options.time_limit_s):
+        ends = now() + options.time_limit_s
+        if options.pipeline is None or options.pipeline.stages == AUTO:
+            try:
+                plain = planned(lambda plan: _share_for_pipelines(plan, capture, size, sized, options))
+            except InfeasibleError as error:
+                refused = error
+        found = list(_pipelines_that_may_pay(capture, plain, sized, options, ends, progress))
     best = min([p for p in (plain, *found) if p is not None], key=lambda p: p.step_time, default=None)
     if best is None:
         raise refused or _no_pipeline(options, size)
@@ -121,6 +128,14 @@ def with_pipelines(
     if isinstance(best, PipelinePlan):
         _warned(best)
     return dataclasses.replace(best, candidates=(*best.candidates, *others)) if others else best
+
+
+def _share_for_pipelines(plan: Plan | None, capture: Capture, size: int, cluster: Cluster, options: Options) -> float:
+    """Return the share of the time that is for pipelines: that of a step in which ``plan`` waits."""
+    if plan is None:
+        return 0.5
+    may_pay = any(_may_pay(p, capture, plan, options) for p in _stage_counts(size, cluster, options))
+    return 1 - _computing_s(plan) / plan.step_time if may_pay else 0.0
 
 
 def _warned(plan: PipelinePlan) -> PipelinePlan:
@@ -139,46 +154,60 @@ def _no_pipeline(options: Options, size: int) -> MeshError:
     )
 
 
-def pipelines_that_may_pay(
+def _pipelines_that_may_pay(
     capture: Capture,
     plan: Plan | None,
-    size: int,
     cluster: Cluster,
     options: Options,
+    ends: float,
     progress: Callable[[str], None] | None,
 ) -> Iterator[PipelinePlan]:
-    """Yield pipelines of ``size`` ranks that may be faster than ``plan``, or than nothing that fits.
+    """Yield pipelines on ``cluster`` that may be faster than ``plan`` and those before them, or than nothing that fits.
 
     A pipeline computes as much as any plan, with a bubble on top, so it pays only where a plan waits for longer than
     that. One stage a node comes first, since it keeps all other messages inside nodes.
 
     Args:
         capture: without sums of gradients.
+        ends: on ``clock.now``; the first pipeline is searched in any case.
     """
-    sized = cluster.sized(size)
-    asked = options.pipeline or Pipeline()
-    counts = [asked.stages] if asked.stages != AUTO else _stage_counts(size, sized)
-    batch = max(batch_size(capture.graph), 1)
-    for p in map(int, counts):
-        most = max((m for m in range(1, batch + 1) if batch % m == 0), default=1)
-        bubble = (p - 1) / (p - 1 + most)
-        if plan is not None and asked.stages == AUTO and _computing_s(plan) >= (1 - bubble) * plan.step_time:
+    size = cluster.size
+    least_s = math.inf if plan is None else plan.step_time
+    found = False
+    for p in _stage_counts(size, cluster, options):
+        if plan is not None and not _may_pay(p, capture, plan, options):
             continue
-        part = without_axis(Mesh((p, size // p), (AXIS, "0")), AXIS, sized)[1]
-        inner = candidate_meshes(size // p, part)[:INNER_MESHES]
-        for mesh in inner:
+        part = without_axis(Mesh((p, size // p), (AXIS, "0")), AXIS, cluster)[1]
+        for mesh in candidate_meshes(size // p, part)[:INNER_MESHES]:
+            left_s = ends - now()
+            if found and left_s < LEAST_S:
+                return
             axes = {AXIS: p} | {f"{i}": n for i, n in enumerate(mesh.shape) if size > p}
+            shape, each = Mesh(tuple(axes.values()), tuple(axes)), dataclasses.replace(options, time_limit_s=left_s)
             with contextlib.suppress(InfeasibleError, PlanError, InputError):
-                yield pipeline_plan(capture, Mesh(tuple(axes.values()), tuple(axes)), cluster, options, 0.0, progress)
+                made = pipeline_plan(capture, shape, cluster, each, 0.0, progress, cutoff_s=least_s)
+                least_s = min(least_s, made.step_time)
+                found = True
+                yield made
 
 
 INNER_MESHES = 2
 """Meshes that the ranks of a stage are tried in."""
 
 
-def _stage_counts(size: int, cluster: Cluster) -> list[int]:
-    counts = [cluster.nodes, 2, 4, 8]
+def _stage_counts(size: int, cluster: Cluster, options: Options) -> list[int]:
+    asked = AUTO if options.pipeline is None else options.pipeline.stages
+    counts = [cluster.nodes, 2, 4, 8] if asked == AUTO else [int(asked)]
     return [p for p in dict.fromkeys(counts) if 1 < p <= size and size % p == 0]
+
+
+def _may_pay(stages: int, capture: Capture, plan: Plan, options: Options) -> bool:
+    """Whether a pipeline may be faster than a plan without one: its bubble is shorter than what that waits for."""
+    if options.pipeline is not None and options.pipeline.stages != AUTO:
+        return True
+    batch = max(batch_size(capture.graph), 1)
+    bubble = (stages - 1) / (stages - 1 + batch)
+    return _computing_s(plan) < (1 - bubble) * plan.step_time
 
 
 def _computing_s(plan: Plan) -> float:
@@ -222,14 +251,18 @@ def pipeline_plan(
     options: Options,
     captured_s: float = 0.0,
     progress: Callable[[str], None] | None = None,
+    *,
+    cutoff_s: float = math.inf,
 ) -> PipelinePlan:
     """Plan a pipeline on ``mesh``, which has the axis ``pp``.
 
     Args:
         capture: of the whole batch, without sums of gradients.
+        cutoff_s: as for ``plan_pipeline``.
 
     Raises:
-        MeshError, PlanError, InputError: what is asked does not fit the model, the batch or the mesh.
+        MeshError, PlanError, InputError: what is asked does not fit the model, the batch or the mesh; or no pipeline
+            is shorter than ``cutoff_s``.
         InfeasibleError: no pipeline fits the memory budget.
     """
     if options.ranges is not None:
@@ -241,7 +274,7 @@ def pipeline_plan(
     asked = asked_pipeline(mesh, options)
     sized = cluster.sized(mesh.size)
     began = time.perf_counter()
-    found = plan_pipeline(capture.graph, mesh, sized, options, asked, progress)
+    found = plan_pipeline(capture.graph, mesh, sized, options, asked, progress, cutoff_s=cutoff_s)
     stage_mesh, part = without_axis(mesh, AXIS, sized)
     steps = found.schedule.micro_batches * options.accumulation_steps
     summing = dataclasses.replace(options, accumulation_steps=steps)
@@ -283,7 +316,7 @@ def records_by_hand(
     model: nn.Module, call: Call, plan: PipelinePlan, cluster: Cluster, options: Options
 ) -> tuple[BaselineRecord, ...]:
     """Return the figures of pipelines that people write by hand, with the plan's mesh and micro-batches."""
-    capture = capture_model(model, call, options, plan.stage_mesh.size, sums=False)
+    capture = capture_one_batch(model, call, options, plan.stage_mesh.size)
     sized = cluster.sized(plan.mesh.size)
     budget = budget_bytes(sized, options)
     return tuple(

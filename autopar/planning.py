@@ -23,6 +23,7 @@ from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.ranges import Sizes
 from autopar.planner.search.forms import LEAST_S
 from autopar.plans import Plan
+from autopar.plans.pipeline import PipelinePlan
 from autopar.precision import computing_in, stored_dtype
 from autopar.ranged import carried_to, fitted, largest, over_range, resized
 from autopar.runtime.agreement import world_size
@@ -55,20 +56,28 @@ def capture_model(
     *,
     every: bool = False,
     trains: bool = True,
-    sums: bool = True,
 ) -> Capture:
-    """Capture the model on the batch of all ``world`` ranks; with ``sums`` as the graph that adds gradients up over
+    """Capture the model on the batch of all ``world`` ranks as the graph that adds gradients up over
     ``options.accumulation_steps``."""
+    return summing(capture_one_batch(model, call, options, world, every=every, trains=trains), options)
+
+
+def summing(capture: Capture, options: Options) -> Capture:
+    """Add to the graph of one batch that gradients add up over ``options.accumulation_steps``."""
+    graph = planner.with_gradient_sums(capture.graph, options.accumulation_steps, options.dtype_of("reduce"))
+    return dataclasses.replace(capture, graph=graph)
+
+
+def capture_one_batch(
+    model: nn.Module, call: Call, options: Options, world: int, *, every: bool = False, trains: bool = True
+) -> Capture:
+    """Capture the model on the batch of all ``world`` ranks, without sums of gradients."""
     whole = call if options.batch == "global" else with_batch(call, batch_of(call) * world)
     stored = functools.partial(stored_dtype, precision=options.mixed_precision)
     with computing_in(options.mixed_precision):
         tracer = ColoTracer(options.outputs, every_tangent=every, stored_dtype=stored, trains=trains)
         capture = tracer.capture(model, whole)
-    unsaved = _unsaved_buffers(model)
-    graph = capture.graph
-    if sums:
-        graph = planner.with_gradient_sums(graph, options.accumulation_steps, options.dtype_of("reduce"))
-    return dataclasses.replace(capture, graph=graph, unsaved=unsaved)
+    return dataclasses.replace(capture, unsaved=_unsaved_buffers(model))
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -122,7 +131,13 @@ def planned_on_meshes(
     options: Options,
     captured_s: float,
     progress: Callable[[str], None] | None,
+    elsewhere: Callable[[Plan | None], float] = lambda _: 0.0,
 ) -> Plan:
+    """The fastest plan on the mesh or, without one, on those that are worth a search.
+
+    Args:
+        elsewhere: given the plan on the first mesh, the share of the time left that is for a search of something else.
+    """
     meshes = (as_mesh(mesh),) if mesh is not None else candidate_meshes(size, cluster)[:MESHES_TRIED]
     if mesh is None and options.constraints:
         raise MeshError(
@@ -134,19 +149,28 @@ def planned_on_meshes(
     refused: list[InfeasibleError] = []
     with limited(options.time_limit_s):
         ends = now() + WORK_SHARE * options.time_limit_s
-        # Fewer axes are searched sooner, and what they leave is for the others.
-        for left, m in zip(range(len(meshes), 0, -1), sorted(meshes, key=lambda m: len(m.shape)), strict=True):
-            each = dataclasses.replace(options, time_limit_s=max((ends - now()) / WORK_SHARE / left, LEAST_S))
+        # Those of fewer axes are searched sooner, and what they leave is for the others.
+        for i, m in enumerate(sorted(meshes, key=lambda m: len(m.shape))):
+            if i == 1:
+                ends = now() + (1 - elsewhere(plans[0][0] if plans else None)) * (ends - now())
+            seconds = (ends - now()) / WORK_SHARE / (len(meshes) - i)
+            if i and seconds < LEAST_S:
+                break
+            each = dataclasses.replace(options, time_limit_s=max(seconds, LEAST_S))
             try:
-                plans.append(_searched(capture, m, cluster, each, captured_s, progress))
+                plans.append(search_on(capture, m, cluster, each, captured_s, progress))
             except InfeasibleError as error:
                 refused.append(error)
     if not plans:
         raise min(refused, key=lambda error: error.least_bytes)
-    best, graph = min(plans, key=lambda found: (found[0].step_time, found[0].peak_memory))
+    best, graph = min(plans, key=_speed)
     tried = tuple((str(p.mesh), p.step_time) for p, _ in plans) if len(plans) > 1 else ()
     asked = {**best.options, "time_limit_s": options.time_limit_s}
     return _with_source(dataclasses.replace(best, candidates=tried, options=asked), graph, capture)
+
+
+def _speed(found: tuple[Plan, Graph]) -> tuple[float, int]:
+    return found[0].step_time, found[0].peak_memory
 
 
 def planned_on(
@@ -157,10 +181,10 @@ def planned_on(
     captured_s: float,
     progress: Callable[[str], None] | None,
 ) -> Plan:
-    return _with_source(*_searched(capture, mesh, cluster, options, captured_s, progress), capture)
+    return _with_source(*search_on(capture, mesh, cluster, options, captured_s, progress), capture)
 
 
-def _searched(
+def search_on(
     capture: Capture,
     mesh: Mesh,
     cluster: Cluster,
@@ -189,7 +213,7 @@ def _with_source(made: Plan, graph: Graph, capture: Capture) -> Plan:
     )
 
 
-def as_shared(plan: Plan) -> Any:
+def as_shared(plan: Plan | PipelinePlan) -> Any:
     """What rank 0 tells the others; alone it keeps its plan, which can be asked why."""
     return plan if world_size() == 1 else plan.to_json()
 

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +23,6 @@ from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
 from autopar.planner.search.infeasible import MORE_RANKS
 from autopar.planning import MeshLike, batch_of, capture_model, with_batch
-from autopar.plans import Plan
 from autopar.ranged import largest, resized
 from autopar.solver.clock import hurried
 from autopar.tracer.calls import Call
@@ -42,6 +42,9 @@ OF_VALUES = frozenset({"activations", "temporaries", "outputs"})
 
 OF_THE_BATCH = OF_VALUES | {"inputs"}
 """Kinds of memory that are smaller for a smaller batch."""
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Trial:
         return True
 
 
-def planned_or_remedied(search: Callable[[], Plan], request: Request) -> Plan:
+def planned_or_remedied(search: Callable[[], Found], request: Request) -> Found:
     """The plan that ``search`` finds.
 
     Raises:

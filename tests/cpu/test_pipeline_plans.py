@@ -297,11 +297,6 @@ def test_a_request_that_cannot_be_met_is_refused_with_the_reason(
     assert "found:" in text and "hint:" in text
 
 
-def test_a_pipeline_that_runs_needs_a_mesh_or_a_plan() -> None:
-    with pytest.raises(AutoparError, match="plan first"):
-        autopar.autoparallelize(Model(), inputs(), pipeline="auto")
-
-
 def test_requests_are_checked_when_they_are_made() -> None:
     for wrong in ({"stages": 0}, {"micro_batches": True}, {"schedule": "fastest"}, {"split": "halves"}):
         with pytest.raises(AutoparError, match="hint:"):

@@ -273,7 +273,7 @@ def test_an_error_with_remedies_can_be_sent_to_other_ranks() -> None:
 
 
 def test_one_mesh_that_nothing_fits_does_not_end_the_search(monkeypatch) -> None:
-    real, meshes = planning.planned_on, []
+    real, meshes = planning.search_on, []
 
     def first_refused(capture, mesh, *rest):
         meshes.append(mesh)
@@ -281,7 +281,7 @@ def test_one_mesh_that_nothing_fits_does_not_end_the_search(monkeypatch) -> None
             raise InfeasibleError("No plan fits the memory budget.")
         return real(capture, mesh, *rest)
 
-    monkeypatch.setattr(planning, "planned_on", first_refused)
+    monkeypatch.setattr(planning, "search_on", first_refused)
     options = Options(time_limit_s=8)
     capture = capture_model(model := Layered(64), call_of(model, rows()), options, 4)
     plan = planning.planned_on_meshes(capture, None, Cluster.load("dgx-h100:4"), 4, options, 0.0, None)

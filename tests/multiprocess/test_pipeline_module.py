@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.errors import AutoparError, RankError
+from autopar.errors import AutoparError, MeshError, RankError
 from autopar.pipelines.request import Pipeline
 from autopar.training import Checkpointer, GradScaler, clip_grad_norm_
 from tests.multiprocess.pool import RankPool
@@ -216,6 +216,25 @@ def _accumulated(two_phase: bool) -> dict[str, Any]:
 def test_accumulation_over_calls(pool: RankPool, two_phase: bool) -> None:
     for found in pool.run(_accumulated, two_phase):
         assert {k: v for k, v in found.items() if not v < FLOAT} == {}
+
+
+def _chosen(pipeline: Any) -> dict[str, Any]:
+    """A pipeline of a job that gives no mesh."""
+    batch = seeded(tokens)
+    reference, model = pair(seeded(gpt2), batch, None, cluster=CLUSTER, pipeline=pipeline)
+    for module in (model, reference):
+        module(**batch).loss.backward()
+    return {"mesh": str(model.plan.mesh), "gradients": _difference(model, reference, "grad")}
+
+
+def test_a_job_without_a_mesh_trains_as_the_pipeline_that_it_asks_for(pool: RankPool) -> None:
+    for found in pool.run(_chosen, 2):
+        assert found["mesh"] == "(pp=2)" and found["gradients"] < FLOAT
+
+
+def test_stages_that_the_ranks_do_not_divide_are_refused(pool: RankPool) -> None:
+    with pytest.raises(MeshError, match="No pipeline of 3 stages was found for 2 ranks"):
+        pool.run(_chosen, 3)
 
 
 def _left_behind(mesh: dict[str, int], two_phase: bool) -> dict[str, bool]:

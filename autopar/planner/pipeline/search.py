@@ -116,20 +116,29 @@ class PlannedPipeline:
 
 
 def plan_pipeline(
-    graph: Graph, mesh: Mesh, cluster: Cluster, options: Options, asked: Pipeline, report: Progress | None = None
+    graph: Graph,
+    mesh: Mesh,
+    cluster: Cluster,
+    options: Options,
+    asked: Pipeline,
+    report: Progress | None = None,
+    *,
+    cutoff_s: float = math.inf,
 ) -> PlannedPipeline:
     """Return the shortest pipeline that was found within the memory budget of every device.
 
     Args:
         graph: of the whole batch, without sums of gradients.
         mesh: with the axis ``pp``.
+        cutoff_s: seconds of a step that is known from elsewhere.
 
     Raises:
-        PlanError: what is asked does not fit the model or the batch.
+        PlanError: what is asked does not fit the model or the batch, or by estimate no pipeline is shorter than
+            ``cutoff_s``.
         InfeasibleError: no pipeline fits the budget.
     """
     with limited(options.time_limit_s):
-        return _PipelineSearch(graph, mesh, cluster, options, asked, report or (lambda _: None)).run()
+        return _PipelineSearch(graph, mesh, cluster, options, asked, report or (lambda _: None), cutoff_s).run()
 
 
 BY_HAND = ("gpipe", "1f1b", "interleaved", "zbv")
@@ -238,6 +247,7 @@ class _PipelineSearch:
     options: Options
     asked: Pipeline
     report: Progress
+    cutoff_s: float = math.inf
     wholes: dict[tuple[int, float | None], Whole] = field(default_factory=dict)
     equal: dict[object, list[_Equal]] = field(default_factory=dict)
     refused: list[InfeasibleError] = field(default_factory=list)
@@ -279,6 +289,8 @@ class _PipelineSearch:
         self.refused.clear()
         drawn = self._drawn_without_budget()
         shortest = min(drawn, key=lambda d: d.seconds)
+        if shortest.seconds >= self.cutoff_s:
+            raise _none_shorter(self.cutoff_s, shortest.seconds)
         best: PlannedPipeline | None = None
         if fitting := self.drawing.fitting(drawn):
             best = self._planned(fitting, None)
@@ -310,7 +322,7 @@ class _PipelineSearch:
                 continue
             drawn += found
             least_s = min((d.seconds for d in found), default=math.inf)
-            if least_s > shortest_s:
+            if least_s > shortest_s or found[0].whole.bound * m / self.ranks >= self.cutoff_s:
                 break
             shortest_s = min(shortest_s, least_s)
         if not drawn:
@@ -599,9 +611,11 @@ class _PipelineSearch:
         """Return the schedule for these stages: as it was drawn or, of listed ones, made anew from what the stages cost
         and hold, whichever is shorter; with only the last backwards split where that shortens it."""
 
-        def scheduled(made: Schedule) -> _Scheduled:
-            made, peaks = self._with_less(made, held)
+        def costed(made: Schedule, peaks: tuple[int, ...]) -> _Scheduled:
             return _Scheduled(made, _delivering(costs, made, [stage.parts for stage in held]), peaks)
+
+        def scheduled(made: Schedule) -> _Scheduled:
+            return costed(*self._with_less(made, held))
 
         caps = self.drawing.caps(d.whole, d.starts, costs, d.schedule.rank_of, self.budget)
         least = self.drawing.caps(d.whole, d.starts, costs, d.schedule.rank_of, 0.0)
@@ -609,7 +623,7 @@ class _PipelineSearch:
         while d.schedule.name == "listed":
             made = d.schedule
             made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, found[0].costs, caps)
-            found.append(scheduled(made))
+            found += [scheduled(made), costed(made, rank_peaks(made, held))]
             before = list(caps)
             for rank, over in enumerate(peak - self.budget for peak in found[-1].peaks):
                 if over > 0:
@@ -688,6 +702,14 @@ def _block_of(graph: Graph, places: Seams) -> dict[str, int]:
             if made:
                 found[node.name] = max(made)
     return found
+
+
+def _none_shorter(cutoff_s: float, found_s: float) -> PlanError:
+    return PlanError(
+        "No pipeline is shorter than what is known.",
+        found=f"{found_s:.3g} s a step by estimate, beside {cutoff_s:.3g} s",
+        hint="take the other plan, or name the stages and the mesh.",
+    )
 
 
 def _over(found: PlannedPipeline, least: int, budget: float) -> InfeasibleError:
