@@ -99,12 +99,11 @@ def plan(
     return _searched(Request(model, call, mesh, hardware, wanted, False, None, captured_s, progress), capture, size)
 
 
-def _searched(request: Request, capture: Capture, size: int, *, edited: bool = False) -> Plan | PipelinePlan:
+def _searched(request: Request, capture: Capture, size: int, *, pipelines: bool = True) -> Plan | PipelinePlan:
     """Return the fastest plan; without a mesh among all meshes that are worth a search, and pipelines that may pay.
 
     Args:
         capture: without sums of gradients.
-        edited: whether a text stands for the plan's program, which no pipeline has.
     """
     r, options = request, request.options
     summed = summing(capture, options)
@@ -116,7 +115,7 @@ def _searched(request: Request, capture: Capture, size: int, *, edited: bool = F
         return planned_over_range(search, r.model, r.call, summed, options, size)
 
     def search() -> Plan | PipelinePlan:
-        if r.mesh is not None or options.batch == "local" or options.ranges is not None or edited:
+        if r.mesh is not None or options.batch == "local" or options.ranges is not None or not pipelines:
             return on_meshes()
         return with_pipelines(on_meshes, capture, size, r.cluster, options, r.progress)
 
@@ -210,7 +209,9 @@ def autoparallelize(
         wanted = with_shared(model, capture, mesh, wanted, None)
         captured_s = time.perf_counter() - started
         asked = Request(model, call, mesh, hardware, wanted, True, None, captured_s, progress)
-        text = decided_on_rank_0(lambda: as_shared(_searched(asked, batch, world_size(), edited=edited is not None)))
+        # Ranks of a pipeline have other parameters and outputs, which a loop has to be ready for.
+        wants = wanted.pipeline is not None and edited is None
+        text = decided_on_rank_0(lambda: as_shared(_searched(asked, batch, world_size(), pipelines=wants)))
         found = plan_from_json(text) if isinstance(text, str) else text
         if isinstance(found, PipelinePlan):
             return _pipelined(model, meta_inputs, mesh, hardware, found, wanted, progress, initialize=initialize)

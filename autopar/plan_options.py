@@ -64,7 +64,8 @@ class PlanOptions(TypedDict, total=False):
             ``"two-stage"`` chooses shardings first; ``"baseline:NAME"`` takes a known way to train in parallel, such
             as ``"baseline:ZeRO-3"``.
         pipeline: ``"auto"``, a number of stages, or an ``autopar.Pipeline``. A mesh with an axis named ``pp`` asks for
-            ``"auto"``; without a mesh, None, the default, tries pipelines where they can pay.
+            ``"auto"``. Without a mesh, ``plan`` tries pipelines where they can pay, also by default; a job that runs
+            gets one where it asks, since ranks of a pipeline have other parameters and outputs.
     """
 
     memory_budget: int | str | None
