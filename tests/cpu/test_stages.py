@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from dataclasses import dataclass, replace
@@ -15,19 +16,24 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar import codegen, planner
+from autopar import codegen, passes, planner
 from autopar.errors import PlanError
 from autopar.ir import Graph
 from autopar.mesh import Mesh
 from autopar.planner.answers.make_plan import make_plan
-from autopar.planner.memory.exact import profile
+from autopar.planner.memory.exact import profile, saved_bytes
+from autopar.planner.pipeline.renamed import Names, renamed
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams, split_at
+from autopar.planner.pricing.prices import Prices
+from autopar.planner.problem.constraints import resolve
+from autopar.planner.problem.decide import decide
+from autopar.planner.schedule.timeline import simulate_streams
 from autopar.plans import Plan
 from autopar.spmd import local_ranks
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import TOLERANCE, Promoted, Subject, assert_equal, cluster_where_sharding_pays, eager
 from tests.models import BATCH, DECODER, FEED_FORWARD, HEADS, HIDDEN, VOCABULARY, images, language, padded_language
-from tests.stage_runs import assert_is_cut, merged, plan_stages, run_stages
+from tests.stage_runs import StageProgram, assert_is_cut, merged, plan_stages, run_stages
 from tests.zoo import ZOO
 from tests.zoo.measure import captured
 
@@ -360,6 +366,66 @@ def test_a_stage_is_planned_verified_and_emitted_like_any_model() -> None:
         feed = [torch.randn(m.shape).double() for i, _ in p.lowered.inputs if (m := p.graph.by_name[i.node].outputs[0])]
         if p.stage.receives and not any(i.kind == "input" for i, _ in p.lowered.inputs):
             assert emitted["forward"](local_ranks(mesh)[0], feed)
+
+
+EQUAL = ["gpt2", "llama", "bert", "vit"]
+"""Models that are cut at every seam, so that layers are stages of their own."""
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_stages_take_over_a_plan_under_their_own_names(name: str) -> None:
+    of, mesh = cuttable(name), Mesh((1,))
+    programs: list[StageProgram] = []
+    taken = 0
+    for stage in cut(of.graph, of.seams, range(len(of.seams.blocks))):
+        known = next((p for p in programs if Names.between(p.stage.graph, stage.graph)), None)
+        if known is None:
+            programs += plan_stages([stage], mesh, cluster_where_sharding_pays().sized(1))
+            continue
+        taken += 1
+        names = Names.between(known.graph, stage.graph)
+        assert names is not None
+        planned = renamed(known.planned, stage.graph, names)
+        lowered = passes.compose(passes.lower(planned.program, stage.graph, mesh), stage.graph)
+        programs.append(StageProgram(stage, planned, lowered))
+    assert taken >= 2
+    assert of.of.reference is not None
+    assert_equal(merged(run_stages(programs, mesh, of.of.named())), of.of.reference, TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_plan_that_was_taken_over_costs_and_holds_what_it_says(name: str) -> None:
+    of, mesh = cuttable(name), Mesh((2, 2))
+    stages = cut(of.graph, of.seams, range(len(of.seams.blocks)))
+    one, other = next(pair for pair in itertools.combinations(stages, 2) if Names.between(*(s.graph for s in pair)))
+    cluster, options = cluster_where_sharding_pays().sized(4), planner.Options(outputs="dtensor", device="cpu", gap=0.1)
+    (known,) = plan_stages([one], mesh, cluster, options)
+    names = Names.between(known.graph, other.graph)
+    assert names is not None
+    held, _ = saved_bytes(known.planned.program, known.graph, mesh, options)
+    planned = renamed(known.planned, other.graph, names, 2 * held)
+    assert planned.memory == profile(planned.program, other.graph, mesh, replace(options, in_flight=3))
+    prices = Prices(mesh, cluster)
+    timeline = simulate_streams(planned.program, prices.overlap)
+    assert planned.timeline.intervals == timeline.intervals and planned.timeline.seconds == timeline.seconds
+    d, forced = planned.decisions, resolve(other.graph, mesh, {}, {})
+    made = decide(other.graph, mesh, options, forced, recompute=known.planned.decisions.recomputes)
+    assert (d.variables, d.uses, d.index, d.widened) == (made.variables, made.uses, made.index, made.widened)
+    planner.verify(make_plan(planned, other.graph, mesh, cluster, options, "", ()), other.graph, options)
+
+
+def test_stages_that_differ_in_more_than_names_are_not_equal() -> None:
+    of = cuttable("llama")
+    one, other = (s.graph for s in cut(of.graph, of.seams, range(len(of.seams.blocks)))[2:4])
+    scaled = next(n for n in other.nodes if any(isinstance(a, float) for a in n.args))
+    args = tuple(2 * a if isinstance(a, float) else a for a in scaled.args)
+    nodes = tuple(replace(n, args=args) if n is scaled else n for n in other.nodes)
+    assert Names.between(one, other) is not None
+    assert Names.between(one, replace(other, nodes=nodes)) is None
+    assert Names.between(one, replace(other, outputs=other.outputs[::-1])) is None
+    first = next(i for i in other.inputs if i.kind == "parameter")
+    tied = tuple(replace(i, name=first.name) if i.kind == "parameter" else i for i in other.inputs)
+    assert Names.between(one, replace(other, inputs=tied)) is None
 
 
 def test_constraints_decide_the_specs_of_what_is_exchanged() -> None:

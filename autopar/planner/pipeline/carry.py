@@ -1,4 +1,5 @@
-"""The plan of a stage with the choices of another plan: that of the whole model, or that of an equal stage."""
+"""The plan of a stage with the choices of another plan: that of the whole model, or that of a stage like it under other
+constraints."""
 
 from __future__ import annotations
 
@@ -49,9 +50,9 @@ class Known:
         same = [same_option(before, chosen, v, _key(v, self.like)) for v in d.variables]
         return tuple(None if option is None else (option,) for option in same)
 
-    def form_of(self, graph: Graph, least: int) -> Graph:
-        """Return the form of ``graph`` that this plan knows: with its losses over whole logits or, from ``least`` on,
-        in chunks."""
+    def form_of(self, graph: Graph, prices: Prices, options: Options) -> Graph:
+        """Return the form of ``graph`` that this plan knows: with its losses over whole logits or in chunks."""
+        graph, least = for_kernels(graph, prices.cluster, options.backend), CHUNKS[prices.cluster.device.kind]
         nodes, like = self.planned.decisions.graph.by_name.keys(), self.like
 
         def shared(form: Graph) -> int:
@@ -69,7 +70,7 @@ def carried(known: Known, graph: Graph, prices: Prices, options: Options) -> Pla
     What is not decided there, such as the spec of what crosses a seam, is decided anew.
     """
     mesh, cluster = prices.mesh, prices.cluster
-    graph = known.form_of(for_kernels(graph, cluster, options.backend), CHUNKS[cluster.device.kind])
+    graph = known.form_of(graph, prices, options)
     options = replace(options, device=cluster.device.kernels)
     forced, recompute = resolve(graph, mesh, options.constraints, options.aliases), known.planned.decisions.recomputes
     d = decide(graph, mesh, options, forced, recompute=recompute, interned=prices.interned)

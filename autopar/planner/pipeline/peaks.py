@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -35,6 +35,7 @@ class StageBytes:
     Args:
         takes: names of the sent activations whose gradients come back.
         options: with one micro-batch in flight.
+        known: what was found out about the stage by itself, which equal stages share.
     """
 
     planned: Planned
@@ -42,23 +43,23 @@ class StageBytes:
     parts: Parts
     mesh: Mesh
     options: Options
+    known: dict[str, Alone] = field(default_factory=dict, compare=False)
 
     def alone(self, kinds: Collection[Kind]) -> Alone:
         """Return what the stage holds by itself in a schedule that has it run these kinds of actions."""
         if "I" not in kinds:
-            return self._alone_in_one
+            return self._alone("one")
         if "B" not in kinds:
-            return self._alone_in_two
-        one, two = self._alone_in_one, self._alone_in_two
+            return self._alone("two")
+        one, two = self._alone("one"), self._alone("two")
         return Alone({**two.during, "B": one.during["B"]}, max(one.step, two.step))
 
-    @cached_property
-    def _alone_in_one(self) -> Alone:
-        return _alone(self.planned, self.mesh, self.options, frozenset())
-
-    @cached_property
-    def _alone_in_two(self) -> Alone:
-        return _alone(self.planned, self.mesh, self.options, weight_ops(self.planned.program))
+    def _alone(self, parts: str) -> Alone:
+        """Return the same for a backward in one part or two."""
+        if parts not in self.known:
+            weights = weight_ops(self.planned.program) if parts == "two" else frozenset[str]()
+            self.known[parts] = _alone(self.planned, self.mesh, self.options, weights)
+        return self.known[parts]
 
     @cached_property
     def static(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from autopar.planner.pipeline.drawing import NEARLY, Drawing, Drawn, Whole, rang
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.parts import Parts, parts_of
 from autopar.planner.pipeline.peaks import StageBytes, inputs_of, output_bytes, rank_peaks, static_bytes
+from autopar.planner.pipeline.renamed import Names, renamed
 from autopar.planner.pipeline.stages import Seams, Stage, cut, seams
 from autopar.planner.pricing.prices import Prices, least_seconds
 from autopar.planner.problem.constraints import resolve, those_that_apply
@@ -211,23 +212,53 @@ class _Equal:
     """A plan of a stage with so many micro-batches in flight, which equal stages may take over. Bytes.
 
     Args:
+        options: with which it was planned.
         held: by each micro-batch in flight.
     """
 
     planned: Planned
-    in_flight: int
+    options: Options
     held: int
 
     def peak_bytes(self, in_flight: int) -> int:
-        return self.planned.memory.peak_bytes + (in_flight - self.in_flight) * self.held
+        return self.planned.memory.peak_bytes + (in_flight - self.options.in_flight) * self.held
+
+    def taken_over(self, graph: Graph, prices: Prices, options: Options) -> _Renamed | None:
+        """Return this plan under the names of ``graph``; None if it is not equal, or under other constraints."""
+        form = Known(self.planned, None).form_of(graph, prices, options)
+        names = Names.between(self.planned.decisions.graph, form)
+        if names is None or options.constraints != {
+            names.constraint(k): s for k, s in self.options.constraints.items()
+        }:
+            return None
+        more = (options.in_flight - self.options.in_flight) * self.held
+        return _Renamed(renamed(self.planned, form, names, more), self.planned, names)
+
+    @property
+    def _constraints(self) -> Collection[tuple[str, str]]:
+        return self.options.constraints.items()
+
+
+class _Renamed(NamedTuple):
+    """A plan that is that of an equal stage under other names."""
+
+    planned: Planned
+    like: Planned
+    names: Names
 
 
 @dataclass(frozen=True)
 class _Staged:
-    """A stage as it was planned under constraints."""
+    """A stage as it was planned under constraints, for so many micro-batches in flight.
+
+    Args:
+        found: its plan, before what micro-batches share was told apart.
+    """
 
     stage: Stage
+    found: Planned
     constraints: Mapping[str, str]
+    in_flight: int
     held: StageBytes
 
 
@@ -250,6 +281,8 @@ class _PipelineSearch:
     cutoff_s: float = math.inf
     wholes: dict[tuple[int, float | None], Whole] = field(default_factory=dict)
     equal: dict[object, list[_Equal]] = field(default_factory=dict)
+    taken: dict[int, _Renamed] = field(default_factory=dict)
+    known: dict[int, _Staged] = field(default_factory=dict)
     refused: list[InfeasibleError] = field(default_factory=list)
     ends: float = math.inf
 
@@ -500,11 +533,7 @@ class _PipelineSearch:
                 t = min(alike, key=lambda t: (room.left_for(t) - estimated[t].static) / flying[t])
                 tight = replace(options, in_flight=flying[t], memory_budget_bytes=int(room.left_for(t)))
                 found = self._stage(d.whole, summing, options, tight, estimated[s].seconds)
-                found = self._with_shared(found, options)
-                one = self._stage_options(m, 1)
-                parts = parts_of(found.program, found.decisions.graph, self.stage_mesh, one, self.overlap)
-                held = StageBytes(found, summing.takes, parts, self.stage_mesh, one)
-                made.append(_Staged(summing, options.constraints, held))
+                made.append(self._staged(summing, found, options, self._stage_options(m, 1)))
             held, found = made[-1].held, made[-1].held.planned
             if found.memory.peak_bytes > room.left_for(s):
                 room.least[s] = found.memory.peak_bytes
@@ -512,6 +541,25 @@ class _PipelineSearch:
             specs = seam_specs(summing, found)
             stored |= {name: str(tensor.spec) for name, tensor in inputs_of(found, "parameter")}
         return made
+
+    def _staged(self, stage: Stage, planned: Planned, options: Options, one: Options) -> _Staged:
+        """Return a planned stage with what its parts cost and hold, as an equal one has it where there is one.
+
+        Args:
+            one: options with one micro-batch in flight.
+        """
+        taken = self.taken.get(id(planned))
+        like = None if taken is None else self.known.get(id(taken.like))
+        if taken is not None and like is not None:
+            more = (options.in_flight - like.in_flight) * like.held.parts.held
+            again = renamed(like.held.planned, taken.planned.decisions.graph, taken.names, more)
+            held = replace(like.held, planned=again, takes=stage.takes)
+        else:
+            shared = self._with_shared(planned, options)
+            parts = parts_of(shared.program, shared.decisions.graph, self.stage_mesh, one, self.overlap)
+            held = StageBytes(shared, stage.takes, parts, self.stage_mesh, one)
+        self.known[id(planned)] = _Staged(stage, planned, options.constraints, options.in_flight, held)
+        return self.known[id(planned)]
 
     def _with_shared(self, planned: Planned, options: Options) -> Planned:
         """Return a plan whose micro-batches share what they compute alike and keep, as its memory is counted."""
@@ -532,19 +580,24 @@ class _PipelineSearch:
         """
         ends, equal = now() + options.time_limit_s, self.equal.setdefault((id(whole), _shape(stage.graph)), [])
 
-        def taken_over(known: Known) -> Planned | None:
-            return carried(known, stage.graph, self.prices, options)
+        def taken_over(e: _Equal) -> Planned | None:
+            found = e.taken_over(stage.graph, self.prices, options)
+            if found is None:
+                return carried(Known(e.planned), stage.graph, self.prices, options)
+            self.taken[id(found.planned)] = found
+            return found.planned
 
-        def learn(planned: Planned, of: Options) -> Planned:
+        def learn(planned: Planned, of: Options) -> _Equal:
             held = saved_bytes(planned.program, planned.decisions.graph, self.stage_mesh, of)[0]
-            equal.append(_Equal(planned, of.in_flight, held))
+            learned = _Equal(planned, of, held)
+            equal.append(learned)
             equal.sort(key=lambda e: e.planned.timeline.seconds)
-            return planned
+            return learned
 
-        likely = [e.planned for e in equal if e.peak_bytes(options.in_flight) <= _room(options)]
-        known = next((p for p in map(taken_over, map(Known, likely)) if p is not None), None)
+        likely = [e for e in equal if e.peak_bytes(options.in_flight) <= _room(options)]
+        known = next((p for p in map(taken_over, likely) if p is not None), None)
         if known is None:
-            known = taken_over(Known(whole.planned, whole.like))
+            known = carried(Known(whole.planned, whole.like), stage.graph, self.prices, options)
             if known is not None:
                 learn(known, options)
         plans = [known] if known is not None and _fits(known, options) else []
@@ -563,8 +616,8 @@ class _PipelineSearch:
             began = now()
             asked = replace(asked, time_limit_s=max((ends - began) * STAGE_SHARE, STAGE_S))
             other = learn(self._plan_or_leanest(stage.graph, asked, before), asked)
-            again = taken_over(Known(other)) if asked.in_flight != options.in_flight else None
-            plans += [other] if again is None else [other, again]
+            again = taken_over(other) if asked.in_flight != options.in_flight else None
+            plans += [other.planned] if again is None else [other.planned, again]
             took_s += now() - began
         return min(plans, key=lambda p: (not _fits(p, options), p.timeline.seconds))
 
