@@ -14,7 +14,6 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.options import Options
-from autopar.planner.overlap.arrange import TriedArrangements
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -72,16 +71,11 @@ def candidate_of(
     memory: MemoryProfile,
     options: Options,
     method: str,
-    tried: TriedArrangements | None = None,
 ) -> Candidate:
-    """Return a choice, scheduled as ``program``, which holds ``memory``, as a complete plan without a bound.
-
-    Args:
-        tried: as for ``Candidate.of``.
-    """
+    """Return a choice, scheduled as ``program``, which holds ``memory``, as a complete plan without a bound."""
     cost = objective.seconds(choice) + copied_seconds(program)
     solution = Solution(tuple(choice), cost, 0.0, proven=False, method=method)
-    return Candidate.of(method, objective.decisions, solution, program, objective.prices, options, tried, memory)
+    return Candidate.of(method, objective.decisions, solution, program, objective.prices, options, memory=memory)
 
 
 def with_candidate(planned: Planned, found: Candidate) -> Planned:

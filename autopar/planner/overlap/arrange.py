@@ -93,13 +93,6 @@ class TriedArrangements:
         found = search(arrangements, program, deadline) if program.collectives else {}
         return TriedArrangements(program, arrangements, found, simulate_streams(program, prices.overlap))
 
-    @staticmethod
-    def only(arrangement: Arrangement | None, program: Program, prices: Prices) -> TriedArrangements:
-        """Simulate one arrangement alone, which is the best of an equal program."""
-        arrangements = Arrangements(extract_collectives(program), prices)
-        found = {} if arrangement is None else {arrangement: arrangements.seconds(arrangement)}
-        return TriedArrangements(program, arrangements, found, simulate_streams(program, prices.overlap))
-
     def least_s(self) -> float:
         """Return the seconds of the shortest step."""
         return min([self.before.seconds, *self.seconds.values()])

@@ -1,5 +1,4 @@
-"""The plan of a stage with the choices of another plan: that of the whole model, or that of a stage like it under other
-constraints."""
+"""The plan of a stage with the choices of the plan of the whole model."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from autopar.planner.answers.nearby import candidate_of, same_option, with_candi
 from autopar.planner.footprint.transients_of_losses import CHUNKS
 from autopar.planner.graphs.chunked import with_chunked_losses
 from autopar.planner.options import Options
-from autopar.planner.overlap.arrange import TriedArrangements
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
@@ -34,33 +32,32 @@ class Known:
     """A plan whose choices another may take over.
 
     Args:
-        like: for nodes that it lacks those that stand for them. None: it is a plan of an equal graph, in which each
-            variable has its place.
+        like: for nodes that it lacks those that stand for them.
     """
 
     planned: Planned
-    like: Mapping[str, str] | None = None
+    like: Mapping[str, str]
 
-    def still(self, d: Decisions) -> Open | None:
-        """Return for each variable of ``d`` the option of this plan; None, for all, where it has none. None for equal
-        graphs that are not."""
+    def still(self, d: Decisions) -> Open:
+        """Return for each variable of ``d`` the option of this plan; None, for all, where it has none."""
         before, chosen = self.planned.decisions, self.planned.solution.choice
-        if self.like is None:
-            return tuple((o,) for o in chosen) if _are_equal(before, d) else None
         same = [same_option(before, chosen, v, _key(v, self.like)) for v in d.variables]
         return tuple(None if option is None else (option,) for option in same)
 
     def form_of(self, graph: Graph, prices: Prices, options: Options) -> Graph:
-        """Return the form of ``graph`` that this plan knows: with its losses over whole logits or in chunks."""
-        graph, least = for_kernels(graph, prices.cluster, options.backend), CHUNKS[prices.cluster.device.kind]
-        nodes, like = self.planned.decisions.graph.by_name.keys(), self.like
+        """Return the form of ``graph`` that this plan knows."""
+        nodes = self.planned.decisions.graph.by_name.keys()
 
         def shared(form: Graph) -> int:
-            if like is None:
-                return -abs(len(nodes) - len(form.by_name))
-            return len(nodes & {like.get(name, name) for name in form.by_name})
+            return len(nodes & {self.like.get(name, name) for name in form.by_name})
 
-        return max(graph, with_chunked_losses(graph, least), key=shared)
+        return max(forms_of(graph, prices, options), key=shared)
+
+
+def forms_of(graph: Graph, prices: Prices, options: Options) -> tuple[Graph, Graph]:
+    """Return the forms in which ``graph`` may be planned: with its losses over whole logits, and in chunks."""
+    graph = for_kernels(graph, prices.cluster, options.backend)
+    return graph, with_chunked_losses(graph, CHUNKS[prices.cluster.device.kind])
 
 
 def carried(known: Known, graph: Graph, prices: Prices, options: Options) -> Planned | None:
@@ -74,28 +71,13 @@ def carried(known: Known, graph: Graph, prices: Prices, options: Options) -> Pla
     options = replace(options, device=cluster.device.kernels)
     forced, recompute = resolve(graph, mesh, options.constraints, options.aliases), known.planned.decisions.recomputes
     d = decide(graph, mesh, options, forced, recompute=recompute, interned=prices.interned)
-    still = known.still(d)
-    if still is None:
-        return None
     objective = Objective(d, prices)
-    choice = solve_open(objective.problem(), still, LIMIT_S, options.solver, options.gap)
+    choice = solve_open(objective.problem(), known.still(d), LIMIT_S, options.solver, options.gap)
     if choice is None or not math.isfinite(objective.seconds(choice)):
         return None
     program, memory = scheduled(d, choice, prices, options, budget_bytes(cluster, options))
-    method, tried = "choices of the whole model", None
-    if known.like is None:
-        method = known.planned.solution.method
-        tried = TriedArrangements.only(known.planned.program.arrangement, program, prices)
-    found = candidate_of(objective, choice, program, memory, options, method, tried)
+    found = candidate_of(objective, choice, program, memory, options, "choices of the whole model")
     return replace(with_candidate(known.planned, found), timings=dict(known.planned.timings), baselines=(), trace=())
-
-
-def _are_equal(a: Decisions, b: Decisions) -> bool:
-    """Whether the variables of two graphs with the same interned options have the same options in the same places."""
-    if len(a.variables) != len(b.variables):
-        return False
-    pairs = zip(a.variables, b.variables, strict=True)
-    return all((v.kind, v.kept, v.actions) == (w.kind, w.kept, w.actions) and v.options is w.options for v, w in pairs)
 
 
 def _key(v: Variable, like: Mapping[str, str]) -> str:

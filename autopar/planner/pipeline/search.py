@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from autopar.pipelines.actions import Schedule
 from autopar.pipelines.makespan import Costs, in_flight, simulate
 from autopar.pipelines.orders import schedule, zero_bubble
 from autopar.pipelines.request import AUTO, AXIS, Pipeline
+from autopar.planner.answers.nearby import with_candidate
 from autopar.planner.baselines.roles import baselines
 from autopar.planner.graphs.accumulation import with_gradient_sums
 from autopar.planner.graphs.dataflow import batch_size
@@ -38,7 +39,7 @@ from autopar.planner.graphs.shared import shared
 from autopar.planner.memory.exact import profile, saved_bytes
 from autopar.planner.options import Options
 from autopar.planner.pipeline.blocks import BlockCosts, block_costs
-from autopar.planner.pipeline.carry import Known, carried
+from autopar.planner.pipeline.carry import Known, carried, forms_of
 from autopar.planner.pipeline.drawing import NEARLY, Drawing, Drawn, Whole, ranges_of, total
 from autopar.planner.pipeline.microbatches import MicroBatch, micro_batch
 from autopar.planner.pipeline.parts import Parts, parts_of
@@ -48,7 +49,8 @@ from autopar.planner.pipeline.stages import Seams, Stage, cut, seams
 from autopar.planner.pricing.prices import Prices, least_seconds
 from autopar.planner.problem.constraints import resolve, those_that_apply
 from autopar.planner.schedule.timeline import simulate_streams
-from autopar.planner.search.candidates import budget_bytes
+from autopar.planner.search.candidates import Candidate, budget_bytes
+from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.forms import LEAST_S, for_kernels, plan_forms
 from autopar.planner.search.infeasible import bytes_text
 from autopar.planner.search.phases import Free, Given, Phase
@@ -225,18 +227,12 @@ class _Equal:
 
     def taken_over(self, graph: Graph, prices: Prices, options: Options) -> _Renamed | None:
         """Return this plan under the names of ``graph``; None if it is not equal, or under other constraints."""
-        form = Known(self.planned, None).form_of(graph, prices, options)
-        names = Names.between(self.planned.decisions.graph, form)
-        if names is None or options.constraints != {
-            names.constraint(k): s for k, s in self.options.constraints.items()
-        }:
-            return None
         more = (options.in_flight - self.options.in_flight) * self.held
-        return _Renamed(renamed(self.planned, form, names, more), self.planned, names)
-
-    @property
-    def _constraints(self) -> Collection[tuple[str, str]]:
-        return self.options.constraints.items()
+        for form in forms_of(graph, prices, options):
+            names = Names.between(self.planned.decisions.graph, form)
+            if names and options.constraints == {names.constraint(k): s for k, s in self.options.constraints.items()}:
+                return _Renamed(renamed(self.planned, form, names, more), self.planned, names)
+        return None
 
 
 class _Renamed(NamedTuple):
@@ -582,10 +578,9 @@ class _PipelineSearch:
 
         def taken_over(e: _Equal) -> Planned | None:
             found = e.taken_over(stage.graph, self.prices, options)
-            if found is None:
-                return carried(Known(e.planned), stage.graph, self.prices, options)
-            self.taken[id(found.planned)] = found
-            return found.planned
+            if found is not None:
+                self.taken[id(found.planned)] = found
+            return found and found.planned
 
         def learn(planned: Planned, of: Options) -> _Equal:
             held = saved_bytes(planned.program, planned.decisions.graph, self.stage_mesh, of)[0]
@@ -604,7 +599,12 @@ class _PipelineSearch:
         least_s = min((e.planned.timeline.seconds for e in equal), default=0.0)
         if len(equal) == 1:  # the choices of the whole: what hides behind its other layers may not hide here
             least_s = min(least_s, estimated_s)
-        if plans and (plans[0].timeline.seconds <= NEARLY * least_s or now() > ends - LEAST_S):
+        if plans and id(plans[0]) in self.taken and plans[0].timeline.seconds > NEARLY * least_s:
+            with_room = self._given_room(plans[0], options)
+            if _fits(with_room, options) and with_room.timeline.seconds < plans[0].timeline.seconds:
+                plans.insert(0, with_room)
+                learn(with_room, options)
+        if plans and (plans[0].timeline.seconds <= NEARLY * least_s or now() >= ends - LEAST_S):
             return plans[0]
         given: Mapping[type[Phase], Phase] = {Free: Given(Known(whole.planned, whole.like).still)}
         ways: list[tuple[Options, Mapping[type[Phase], Phase]]] = [(tight, given), (options, given), (options, {})]
@@ -620,6 +620,14 @@ class _PipelineSearch:
             plans += [other.planned] if again is None else [other.planned, again]
             took_s += now() - began
         return min(plans, key=lambda p: (not _fits(p, options), p.timeline.seconds))
+
+    def _given_room(self, planned: Planned, options: Options) -> Planned:
+        """Return a plan with the same choices, in which transfers give way to no more than is too much here."""
+        d, solution, prices = planned.decisions, planned.solution, self.prices
+        program, memory = scheduled(d, solution.choice, prices, options, _room(options))
+        return with_candidate(
+            planned, Candidate.of(solution.method, d, solution, program, prices, options, memory=memory)
+        )
 
     def _plan_or_leanest(
         self, graph: Graph, options: Options, before: Mapping[type[Phase], Phase] | None = None
@@ -676,9 +684,10 @@ class _PipelineSearch:
         while d.schedule.name == "listed":
             made = d.schedule
             made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, found[0].costs, caps)
-            found += [scheduled(made), costed(made, rank_peaks(made, held))]
-            before = list(caps)
-            for rank, over in enumerate(peak - self.budget for peak in found[-1].peaks):
+            less, before = scheduled(made), list(caps)
+            found += [less, costed(made, rank_peaks(made, held))]
+            fullest = found[-1] if max(less.peaks) <= self.budget else less
+            for rank, over in enumerate(peak - self.budget for peak in fullest.peaks):
                 if over > 0:
                     one = min(h for h, r in zip(costs.held, made.rank_of, strict=True) if r == rank)
                     caps[rank] = max(caps[rank] - max(over, one), least[rank])
