@@ -8,12 +8,10 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.pipelines.messages import Message, waiting
 from autopar.pipelines.orders import schedule
@@ -176,10 +174,3 @@ def test_a_stage_is_held_otherwise_than_the_whole_where_it_does_not_fit_so() -> 
     held = plan_graph(capture.graph, mesh, cluster, tight, before={Free: Given(known.still)}, prices=prices)
     assert held.memory.peak_bytes <= budget
     assert "given choices" in [record.phase for record in held.trace]
-    again = carried(Known(held), capture.graph, prices, tight)
-    assert again is not None and again.memory.peak_bytes == held.memory.peak_bytes
-    assert carried(Known(held), other_graph(), prices, tight) is None
-
-
-def other_graph() -> Graph:
-    return ColoTracer().capture(nn.Linear(WIDTH, WIDTH), {"input": torch.zeros(ROWS, WIDTH)}).graph
