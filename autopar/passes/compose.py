@@ -168,14 +168,15 @@ def _place_with_bias(product: fx.Node, reader: fx.Node) -> fx.Node | None:
 
 
 def _sum(node: fx.Node) -> None:
-    """Replace a sum that keeps its dims and the view that drops them by a sum that drops them."""
+    """Replace a sum that keeps its dims and the view that drops them by a sum that drops them, where the sum is: before
+    the view something may overwrite what it reads."""
     source: Any = node.args[0]
     if not _has_one_reader(source, aten.sum.dim_IntList) or len(source.args) != 3 or not source.args[2]:
         return
     dims, rank = source.args[1], len(_shape(source))
     left = [n for d, n in enumerate(_shape(source.args[0])) if d not in {i % rank for i in dims}] if rank else []
     if list(_shape(node)) == left:
-        _replaced(node, aten.sum.dim_IntList, (source.args[0], dims), source.kwargs)
+        _replaced(node, aten.sum.dim_IntList, (source.args[0], dims), source.kwargs, at=source)
 
 
 # Batch norm, if the rank holds the whole batch.

@@ -104,7 +104,7 @@ def _fuse_nodes(
 ) -> None:
     """Replace ``nodes`` by one call, at the place of the first of them or after the last operand.
 
-    They stay as they are if a result is read before that.
+    They stay as they are if a result is read before that, or an operand is overwritten.
     """
     order = {n: i for i, n in enumerate(graph.nodes)}
     several = [n.all_input_nodes[0] for n in nodes.values() if n.target is operator.getitem]
@@ -113,6 +113,10 @@ def _fuse_nodes(
     last = max((given[v] for _, v in fusion.reads), key=order.__getitem__)
     readers = (order[u] for n in outside.values() for u in n.users if u not in members)
     if min(readers, default=len(order)) <= order[last]:
+        return
+    first = min(members, key=order.__getitem__)
+    between = (n for n in graph.nodes if order[first] < order[n] <= order[last] and n not in members)
+    if any(n.meta["op"].in_place and {*n.all_input_nodes} & {*given.values()} for n in between if "op" in n.meta):
         return
     anchor = next(n for n in nodes.values() if "op" in n.meta)
     role = {name: given[v] for name, v in fusion.reads}
@@ -123,7 +127,6 @@ def _fuse_nodes(
     else:
         target, options = autopar.norm_backward.default, {}
         args = tuple(role.get(name) for name in ("grad", "y", "mean", "rstd", "weight", "beside"))
-    first = min(members, key=order.__getitem__)
     with graph.inserting_before(first) if order[last] < order[first] else graph.inserting_after(last):
         call = graph.call_function(target, args, {**options, "results": list(outside)})
     call.meta = {k: v for k, v in anchor.meta.items() if k != "tensor"} | {"results": len(outside)}

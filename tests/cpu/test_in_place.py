@@ -29,6 +29,10 @@ class Residual(nn.Module):
             return (self.second(made + x) @ view).sum()
         if self.kind == "kept for the backward":
             return (self.second(made) + made + x).square().sum()
+        if self.kind == "summed before":
+            total = made.sum(0, keepdim=True)
+            changed = made + x
+            return (changed * total.reshape(8)).square().sum()
         assert self.kind == "returned"
         return torch.cat([made + x, made]).square().sum()
 
@@ -70,7 +74,14 @@ def check(model: nn.Module, x: Tensor, plan: autopar.Plan) -> Simulation:
 
 @pytest.mark.parametrize(
     ("kind", "forward"),
-    [("alone", 1), ("read before", 1), ("a view lives on", 0), ("kept for the backward", 2), ("returned", 0)],
+    [
+        ("alone", 1),
+        ("read before", 1),
+        ("a view lives on", 0),
+        ("kept for the backward", 2),
+        ("summed before", 1),
+        ("returned", 0),
+    ],
 )
 def test_a_summand_is_overwritten_only_where_it_ends(kind, forward) -> None:
     torch.manual_seed(0)
