@@ -21,7 +21,6 @@ from autopar.mesh import Cluster, Mesh, candidate_meshes
 from autopar.planner import Options
 from autopar.planner.answers.make_plan import make_plan
 from autopar.planner.ranges import Sizes
-from autopar.planner.search.forms import LEAST_S
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan
 from autopar.precision import computing_in, stored_dtype
@@ -148,19 +147,21 @@ def planned_on_meshes(
     plans: list[tuple[Plan, Graph]] = []
     refused: list[InfeasibleError] = []
     with limited(options.time_limit_s):
-        ends = now() + WORK_SHARE * options.time_limit_s
+        ends, quickest = now() + WORK_SHARE * options.time_limit_s, 0.0
         # Those of fewer axes are searched sooner, and what they leave is for the others.
         for i, m in enumerate(sorted(meshes, key=lambda m: len(m.shape))):
             if i == 1:
                 ends = now() + (1 - elsewhere(plans[0][0] if plans else None)) * (ends - now())
-            seconds = (ends - now()) / WORK_SHARE / (len(meshes) - i)
-            if i and seconds < LEAST_S:
+            began = now()
+            work = (ends - began) / (len(meshes) - i)
+            if work < quickest / 2:
                 break
-            each = dataclasses.replace(options, time_limit_s=max(seconds, LEAST_S))
+            each = dataclasses.replace(options, time_limit_s=work / WORK_SHARE)
             try:
                 plans.append(search_on(capture, m, cluster, each, captured_s, progress))
             except InfeasibleError as error:
                 refused.append(error)
+            quickest = min(quickest or math.inf, now() - began)
     if not plans:
         raise min(refused, key=lambda error: error.least_bytes)
     best, graph = min(plans, key=_speed)
