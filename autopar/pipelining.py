@@ -169,25 +169,24 @@ def _pipelines_that_may_pay(
 
     Args:
         capture: without sums of gradients.
-        ends: on ``clock.now``; the first pipeline is searched in any case.
+        ends: on ``clock.now``; until there is something that fits, the search goes on.
     """
     size = cluster.size
     least_s = math.inf if plan is None else plan.step_time
-    found = False
     for p in _stage_counts(size, cluster, options):
         if plan is not None and not _may_pay(p, capture, plan, options):
             continue
         part = without_axis(Mesh((p, size // p), (AXIS, "0")), AXIS, cluster)[1]
         for mesh in candidate_meshes(size // p, part)[:INNER_MESHES]:
             left_s = ends - now()
-            if found and left_s < LEAST_S:
+            if left_s < LEAST_S and least_s < math.inf:
                 return
             axes = {AXIS: p} | {f"{i}": n for i, n in enumerate(mesh.shape) if size > p}
-            shape, each = Mesh(tuple(axes.values()), tuple(axes)), dataclasses.replace(options, time_limit_s=left_s)
+            shape = Mesh(tuple(axes.values()), tuple(axes))
+            each = dataclasses.replace(options, time_limit_s=max(left_s, LEAST_S))
             with contextlib.suppress(InfeasibleError, PlanError, InputError):
                 made = pipeline_plan(capture, shape, cluster, each, 0.0, progress, cutoff_s=least_s)
                 least_s = min(least_s, made.step_time)
-                found = True
                 yield made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.ir import Arg, Graph, Node, Value
+from autopar.ir import Graph, Node, Value
 from autopar.planner.memory.exact import MemoryProfile
 from autopar.planner.problem.variables import Decisions, Variable
 from autopar.planner.search.search import Planned
@@ -64,18 +64,8 @@ class Names:
         return self.nodes.get(node, node) + dot + index
 
     def _are_equal(self, n: Node, m: Node) -> bool:
-        return (n.op, n.phase, n.outputs, self._arg(n.args), tuple((k, self._arg(v)) for k, v in n.kwargs)) == (
-            m.op,
-            m.phase,
-            m.outputs,
-            m.args,
-            m.kwargs,
-        )
-
-    def _arg(self, arg: Arg) -> Arg:
-        if isinstance(arg, Value):
-            return self.value(arg)
-        return tuple(map(self._arg, arg)) if isinstance(arg, tuple) else arg
+        same = (n.op, n.phase, n.outputs, n.signature) == (m.op, m.phase, m.outputs, m.signature)
+        return same and tuple(map(self.value, n.inputs)) == m.inputs
 
 
 def _ends(a: Graph, b: Graph) -> Iterator[tuple[str, str]]:

@@ -675,16 +675,16 @@ class _PipelineSearch:
         def costed(made: Schedule, peaks: tuple[int, ...]) -> _Scheduled:
             return _Scheduled(made, _delivering(costs, made, [stage.parts for stage in held]), peaks)
 
-        def scheduled(made: Schedule) -> _Scheduled:
+        def leaner(made: Schedule) -> _Scheduled:
             return costed(*self._with_less(made, held))
 
         caps = self.drawing.caps(d.whole, d.starts, costs, d.schedule.rank_of, self.budget)
         least = self.drawing.caps(d.whole, d.starts, costs, d.schedule.rank_of, 0.0)
-        found = [scheduled(d.schedule)]
+        found = [leaner(d.schedule)]
         while d.schedule.name == "listed":
             made = d.schedule
             made = schedule("listed", made.ranks, made.micro_batches, made.stages // made.ranks, found[0].costs, caps)
-            less, before = scheduled(made), list(caps)
+            less, before = leaner(made), list(caps)
             found += [less, costed(made, rank_peaks(made, held))]
             fullest = found[-1] if max(less.peaks) <= self.budget else less
             for rank, over in enumerate(peak - self.budget for peak in fullest.peaks):
@@ -695,7 +695,7 @@ class _PipelineSearch:
                 break
         best = min(found, key=self._badness)
         if self.asked.schedule == AUTO:
-            split = scheduled(best.schedule.with_last_backwards_split())
+            split = leaner(best.schedule.with_last_backwards_split())
             (peak, seconds), (least_peak, least_s) = self._badness(split), self._badness(best)
             if peak <= least_peak and seconds < (1 - SPLIT_GAIN) * least_s:
                 best = split
