@@ -617,7 +617,7 @@ class _PipelineSearch:
             asked = replace(asked, time_limit_s=max((ends - began) * STAGE_SHARE, STAGE_S))
             other = learn(self._plan_or_leanest(stage.graph, asked, before), asked)
             again = taken_over(other) if asked.in_flight != options.in_flight else None
-            plans += [other.planned] if again is None else [other.planned, again]
+            plans.append(other.planned if again is None else again)  # it counts the micro-batches in flight here
             took_s += now() - began
         return min(plans, key=lambda p: (not _fits(p, options), p.timeline.seconds))
 
