@@ -248,7 +248,7 @@ class _Staged:
     """A stage as it was planned under constraints, for so many micro-batches in flight.
 
     Args:
-        found: its plan, before what micro-batches share was told apart.
+        found: its plan, before what micro-batches share was told apart; held, since it is known by its identity.
     """
 
     stage: Stage
