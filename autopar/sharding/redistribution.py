@@ -97,6 +97,11 @@ class Step:
         dims = (*spec.dims[: self.dim], self.axes, *spec.dims[self.dim + 1 :])
         return _spec(dims, spec.partial)
 
+    @property
+    def link(self) -> int:
+        """The axis whose links it occupies: the outermost that it sends over, since no links are slower than its."""
+        return min(self.axis, *self.axes) if self.axes else self.axis
+
     def _require_dims(self, spec: ShardingSpec) -> None:
         named = [self.dim] if self.kind != "all_reduce" and (self.kind != "permute" or self.dim >= 0) else []
         named += [self.to_dim] if self.kind == "all_to_all" else []

@@ -96,6 +96,17 @@ def test_a_collective_that_reads_another_is_launched_once_that_one_is_done_and_t
     assert simulate_streams(program).seconds == 3 + 2
 
 
+@pytest.mark.parametrize(
+    ("step", "seconds"),
+    [(Step("all_reduce", 1), 3), (Step("all_reduce", 0), 3 + 2), (Step("permute", 1, 0, axes=(1, 0)), 3 + 2)],
+    ids=str,
+)
+def test_collectives_run_beside_each_other_unless_they_share_links(step, seconds):
+    """A permute over two axes sends over the links between nodes, as what runs over the outer axis alone does."""
+    other = replace(op("h", 2, kind="redistribute"), step=step)
+    assert simulate_streams(Program((op("g", 3, kind="redistribute"), other), ())).seconds == seconds
+
+
 def test_what_is_under_way_when_the_forward_ends_is_waited_for():
     program = Program((op("g", 3, kind="redistribute"), op("b", 2, phase="backward")), ())
     assert simulate_streams(program).seconds == 3 + 2

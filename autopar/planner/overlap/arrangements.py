@@ -209,7 +209,7 @@ class Arrangements:
         seconds, launch_s, _ = self._cost(members)
         reads = tuple([name for m in members for name in m.op.reads])
         writes = tuple([t.name for m in members for t in m.op.writes])
-        return Event("launch", "", first.phase, reads, writes, seconds, launch_s, (first.step.axis, *first.step.axes))
+        return Event("launch", "", first.phase, reads, writes, seconds, launch_s, first.step.link)
 
     def slots(self, a: Arrangement, leads: Leads) -> dict[int, int]:
         """Return the slot of each collective, by position."""
@@ -371,9 +371,9 @@ class Arrangements:
         return launches
 
     @staticmethod
-    def _queue(op: Op) -> tuple[object, ...]:
+    def _queue(op: Op) -> tuple[str, int]:
         assert op.step is not None
-        return op.phase, op.step.axis, *op.step.axes
+        return op.phase, op.step.link
 
     def _late(self, a: Arrangement, ahead: Sequence[_Launch], leads: Leads, times: Sequence[float]) -> list[_Launch]:
         """Launch each collective when what it sends should be ready, with one at a time on each queue.

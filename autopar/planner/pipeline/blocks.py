@@ -106,7 +106,7 @@ def _add_seconds(walk: _Walk, program: Program, overlap: float) -> None:
 def _on_busiest_stream(ops: Collection[Op]) -> Iterator[tuple[str, float]]:
     """Yield nodes with the seconds of their ops on the stream that is busy for longest, while the others are beside
     it."""
-    streams: dict[tuple[int, ...], list[Op]] = {}
+    streams: dict[int, list[Op]] = {}
     for op in ops:
         streams.setdefault(Event.of(op).queue, []).append(op)
     for op in max(streams.values(), key=lambda found: sum(op.seconds for op in found), default=[]):

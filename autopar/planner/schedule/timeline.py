@@ -1,8 +1,8 @@
 """Simulated step time: one stream computes, one for each mesh axis communicates, and one copies to and from the host.
 
 As in the executed program, a collective is launched at its place and runs alongside what is computed next. Collectives
-of one mesh axis, which is one process group, run one after the other; those of different axes run concurrently. A
-collective is waited for before its first reader, even if that is another collective. What is still under way when the
+that occupy the links of one mesh axis run one after the other; those of different axes run concurrently. A collective
+is waited for before its first reader, even if that is another collective. What is still under way when the
 forward ends is waited for there, since the forward returns it.
 
 While the program computes and communicates, each may slow the other down, as on a CPU whose cores also carry the
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
     Args:
         reads, writes: names of tensors.
-        queue: the mesh axes that a collective runs over.
+        queue: the mesh axis whose links a collective occupies.
     """
 
     kind: EventKind
@@ -61,7 +61,7 @@ class Event(NamedTuple):
     writes: tuple[str, ...] = ()
     seconds: float = 0.0
     launch_s: float = 0.0
-    queue: tuple[int, ...] = ()
+    queue: int = 0
 
     @staticmethod
     def of(op: Op) -> Event:
@@ -69,9 +69,7 @@ class Event(NamedTuple):
             assert op.step is not None
             kind: EventKind = "launch" if op.is_collective else "both"
             writes = tuple([t.name for t in op.writes])
-            return Event(
-                kind, op.name, op.phase, op.reads, writes, op.seconds, op.launch_s, (op.step.axis, *op.step.axes)
-            )
+            return Event(kind, op.name, op.phase, op.reads, writes, op.seconds, op.launch_s, op.step.link)
         if op.is_transfer:
             return Event("copy", op.name, op.phase, op.reads, tuple([t.name for t in op.writes]), op.seconds)
         return Event("compute", op.name, op.phase, op.reads, (), op.seconds)
@@ -114,7 +112,7 @@ def simulated_seconds(events: Iterable[Event], overlap: float, begins: list[floa
 
 @dataclass(slots=True)
 class _Queue:
-    """The collectives of one process group that are under way, and the work that remains of the first."""
+    """The collectives on the links of one axis that are under way, and the work that remains of the first."""
 
     events: deque[Event] = field(default_factory=deque)
     left_s: float = 0.0
@@ -134,7 +132,7 @@ class _Streams:
         rate: of computing and communicating while both are busy.
         intervals: collects when each op ran; None if nobody asks.
         begins: collects when the program comes to each event.
-        queues: by the mesh axes that the collectives run over.
+        queues: by the mesh axis whose links the collectives occupy.
         busy: the queues that have something under way.
         pending: the queue of each tensor that is on its way.
         copied: when each tensor whose copy was started arrives.
@@ -145,7 +143,7 @@ class _Streams:
     intervals: list[Interval] | None = None
     begins: list[float] | None = None
     now_s: float = 0.0
-    queues: dict[tuple[int, ...], _Queue] = field(default_factory=dict)
+    queues: dict[int, _Queue] = field(default_factory=dict)
     busy: list[_Queue] = field(default_factory=list)
     pending: dict[str, _Queue] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
