@@ -431,7 +431,7 @@ def solve_restricted(
     """Return the best choice within ``masks``, in the options of ``problem``; None if there is none or time runs out.
 
     If ``folded``, which ``fold`` made of the problem, restricts every block alike, all blocks also choose alike. Then
-    this costs what one block of each run costs.
+    this costs what one block of each run costs. If None, nothing repeats.
     """
     if folded is not None:
         tied = _tied(masks, folded)
@@ -441,7 +441,7 @@ def solve_restricted(
             if found is not None:
                 return folded.expand(found)
     each = [np.flatnonzero(masks[i]) for i in range(len(problem.costs))]
-    return solve_sliced(problem, each, time_limit, backend, gap, fold)
+    return solve_sliced(problem, each, time_limit, backend, gap, unfolded if folded is None else fold)
 
 
 def unfolded(problem: Problem) -> Tied | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from autopar.planner.memory.live_ranges import (
 )
 from autopar.planner.memory.points import ProgramPoint, after, before, end, replaced
 from autopar.planner.options import Options
-from autopar.planner.problem.variables import Decisions, Variable, copy_key, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Variable, copy_key, hold_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Usage
 from autopar.solver.clock import tick
@@ -84,6 +85,37 @@ class MemoryUsages:
             found += _while_running(self.d, self.options, point, t)
         tick("usage", len(found))
         return tuple(found)
+
+    def peak(self, choice: Sequence[int]) -> float:
+        """Return the most bytes that a choice holds at one point, as far as its options say: its program holds no
+        less."""
+        held = np.array([size[choice[i]] for i, size in zip(self.variables, self.sizes, strict=True)])
+        held[[at for at, i in self._copies if self._is_as_made(self.d.variables[i], choice)]] = 0.0
+        tick("evaluated edge", len(held))
+        points, born, gone = self._events
+        change = np.bincount(born, held, len(points) + 1) - np.bincount(gone, held, len(points) + 1)
+        others = self.options.in_flight - 1
+        more = others * held[self._kept()].sum() if others else 0.0
+        return float(change.cumsum().max(initial=0.0) + more)
+
+    @cached_property
+    def _copies(self) -> list[tuple[int, int]]:
+        """The copies that may be kept for the backward, each with its variable."""
+        return [(at, i) for at, i in enumerate(self.variables) if any(self.d.variables[i].kept)]
+
+    def _is_as_made(self, copy: Variable, choice: Sequence[int]) -> bool:
+        """Whether a copy is the value as it was made, which takes nothing."""
+        assert copy.value is not None
+        made = self.d.variables[self.d.index[copy.value.node]]
+        chosen = made.options[choice[self.d.index[made.key]]], copy.options[choice[self.d.index[copy.key]]]
+        return spec_made(chosen[0], copy.value.index) == spec_made(chosen[1], 0)
+
+    @cached_property
+    def _events(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The points at which something begins to be held, and for each thing that is, the first of them at which it is
+        and at which it is no more."""
+        points = np.unique(self.first)
+        return points, np.searchsorted(points, self.first), np.searchsorted(points, self.last, side="right")
 
     def _kept(self) -> list[int]:
         """Return the indices of what is kept from the forward for the backward of one micro-batch."""
@@ -281,7 +313,9 @@ def _copy_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRange
     kept = np.array(v.kept or (False,) * len(v.options))
     if (found := copy_range(d, v, live)) is not None:
         yield found.share * size * ~kept, found.first, found.last
-    if kept.any() and value in live.backward:  # until then the forward's own copy counts
+    # Until then the forward's own copy counts; where no variable says what is held, what the forward made does.
+    held = hold_key(value) in d.index or d.graph.by_name[value.node].op == "placeholder"
+    if kept.any() and held and value in live.backward:
         yield size * kept, after(live.forward.get(value, -1)), live.backward[value][1]
 
 

@@ -58,7 +58,7 @@ def _leanest(search: Search, state: SearchState) -> Result | BaselineCandidate:
     found: Result | BaselineCandidate = own
     least = own.memory.peak_bytes
     for baseline in search.baselines:
-        if baseline.estimated_peak_bytes <= least and baseline.peak_bytes < least:
+        if baseline.least_bytes <= least and baseline.peak_bytes < least:
             found, least = baseline, baseline.peak_bytes
     return found
 

@@ -205,7 +205,7 @@ def lean_first(
         yield sharded(free[2])
     if only_free:
         return
-    known = [free, *((b.estimated_peak_bytes, b.objective, b.choice) for b in search.known_ways)]
+    known = [free, *((b.least_bytes, b.objective, b.choice) for b in search.known_ways)]
     lean = settings.LEAN * min(peak for peak, _, _ in known)
     ranked: list[tuple[float, float, Callable[[], tuple[float, Open]]]] = []
     among, still = (axes_as_one(plain.decisions), axes_as_one(joint)) if together else (None, None)
@@ -517,8 +517,12 @@ class SmallestPeak:
         return state.joint is not None and not math.isfinite(state.cost)
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        objective = state.joint
-        assert objective is not None
+        assert state.joint is not None and state.free is not None
+        # Nothing that phases before have left, under their budget and by their time, may lead elsewhere.
+        objective = Objective(state.joint.decisions, search.prices, within=search.objective.sections)
+        state = replace(state, joint=objective)
+        fresh = SearchState(free=state.free, given=state.given, joint=objective, hideable_s=state.hideable_s)
+        search = replace(search, began=now())
         small = search.one_device and len(objective.decisions.variables) <= settings.EXACT_MOST
         began, exact = now(), checkpoints(search, state)
         begin = exact.smallest_by_rules() if search.one_device else None
@@ -526,10 +530,14 @@ class SmallestPeak:
 
         def below(best: Result, peak: float) -> Result | None:
             tighter = replace(search, budget=peak)
-            fresh = replace(state, near=(best.solution.choice,), points=frozenset())
-            return Joint(share=1.0).run(tighter, fresh, rows_until).best
+            begin = replace(fresh, near=(best.solution.choice,))
+            for joint in (Joint(share=1.0), Joint(share=1.0, per_option=True)):
+                found = joint.run(tighter, begin, rows_until).best
+                if found is not None:
+                    return found
+            return None
 
-        for found in search_smallest_peak(search, state, rows_until, below, begin):
+        for found in search_smallest_peak(search, fresh, rows_until, below, begin):
             state = state.with_plan(search, found)
             if state.best is not None:
                 return state

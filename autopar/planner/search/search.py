@@ -203,7 +203,7 @@ def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> S
         if isinstance(phase, SmallestPeak):
             until = now() + search.smallest_peak_s
         else:
-            needless = math.isfinite(state.cost) or state.free is None or isinstance(phase, Layers)
+            needless = math.isfinite(state.cost) or state.free is None or isinstance(phase, Reruns | Layers)
             reserved = 0.0 if needless else search.smallest_peak_s
             until = min(search.ends - reserved, state.worth_until(search))
         if now() >= until and state.free is not None:

@@ -89,9 +89,5 @@ much from the bound, and smaller problems are solved to the end."""
 EXACT_MOST = 2_000
 """Variables up to which keep, recompute and offload are also searched with exact memory on one device."""
 
-ESTIMATE_TOLERANCE = 1.02
-"""Times the budget up to which a baseline's peak is measured: programs of few layers estimated the peaks of 25
-baselines of deep models to .01 %."""
-
 CONSTRAINTS_SHARE = 0.8
 """Share of the work for the smallest peak on one device that goes to constraints; exact memory goes on from there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.active_set import ActiveSet
@@ -13,7 +12,7 @@ from autopar.planner.pricing.transfers import hides_transfers
 from autopar.planner.search.candidates import seed
 from autopar.planner.search.rounds import constrained, solve_round
 from autopar.planner.search.state import Choice, Result, Search, SearchState
-from autopar.solver import UsagePrices, peak_usage, smallest_choice
+from autopar.solver import peak_usage, smallest_choice
 from autopar.solver.clock import now
 
 MOST_S, LEAST_S, SHARE = 20.0, 0.5, 0.4
@@ -43,13 +42,13 @@ def search_smallest_peak(
     constraints for what its program holds beyond the best so far, and again. The way depends on no budget.
 
     Args:
+        state: with no more than the free optimum and the joint problem.
         below: a plan within so many bytes, found from a larger one by the joint problem, which sets nothing aside for
             what other plans hold; None where it finds none.
         begin: a choice that holds little; else that of the leanest baseline.
     """
-    assert state.joint is not None
-    objective = Objective(state.joint.decisions, search.prices, within=search.objective.sections)
-    state = replace(state, joint=objective, usage_prices=UsagePrices(), basis=None, hiding_parts=1, bound=0.0)
+    objective = state.joint
+    assert objective is not None
     best = _first(search, objective, begin)
     if best is not None:
         yield best
@@ -74,7 +73,7 @@ def search_smallest_peak(
 
 def _first(search: Search, objective: Objective, begin: Sequence[int] | None) -> Result | None:
     if begin is None and search.baselines:
-        leanest = min(search.baselines, key=lambda b: b.estimated_peak_bytes)
+        leanest = min(search.baselines, key=lambda b: b.least_bytes)
         begin = next(iter(seed(objective, search.options, leanest.name)), None)
     return None if begin is None else search.measure(objective, begin, "smallest peak")
 
