@@ -155,10 +155,17 @@ def _write_in_place(model: nn.Module, before: Mapping[tuple[str, str], Any]) -> 
             raise CaptureError(
                 f"The forward changes the shape or dtype of the buffer {fqn}.",
                 found=f"{'nothing' if old is None else _text(old)} becomes {_text(new)}",
-                hint="give the buffer its final shape and dtype in __init__.",
+                hint=_settled(fqn, old, new),
             )
         old.copy_(new.detach())
         model.get_submodule(path)._buffers[name] = old
+
+
+def _settled(fqn: str, old: torch.Tensor | None, new: torch.Tensor) -> str:
+    """Return how to give a buffer at once what the forward gives it."""
+    if old is None or old.shape != new.shape:
+        return "give the buffer its final shape and dtype in __init__."
+    return f"give it that dtype before: model.{fqn} = model.{fqn}.to({new.dtype})."
 
 
 def _text(tensor: torch.Tensor) -> str:

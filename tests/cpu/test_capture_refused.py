@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.errors import CaptureError
 from tests.cpu.bad_input_checks import refused, untouched
 from tests.cpu.capture_checks import captured
@@ -164,6 +165,29 @@ def test_a_buffer_that_would_keep_the_graph_of_its_value() -> None:
 
     with refused(CaptureError, "state keeps the graph", "value.detach()"):
         captured(Refused(body), torch.randn(4, 4))
+
+
+class Converted(nn.Module):
+    """Converts a table of positions to the dtype of what it is added to, as it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        if self.table.dtype != hidden.dtype:
+            self.table = self.table.to(hidden.dtype)
+        return (hidden + self.table).float().pow(2).mean()
+
+
+def test_a_buffer_that_the_forward_converts_is_to_be_converted_before() -> None:
+    model, x = Converted(), torch.randn(8, 4)
+    with pytest.raises(CaptureError, match=r"buffer table") as caught:
+        autopar.plan(model, x, mesh=(2,), mixed_precision="bf16")
+    exec(caught.value.hint.split(": ")[1].removesuffix("."), {"model": model, "torch": torch})
+    assert autopar.plan(model, x, mesh=(2,), mixed_precision="bf16").parameters
 
 
 def test_a_buffer_that_changes_its_shape() -> None:
