@@ -260,12 +260,7 @@ class KnownWay:
     name: str
     objective: float
     least_s: float
-    is_exact: bool = True
     may_defer: bool = False
-
-    @property
-    def estimated_s(self) -> float:
-        return self.least_s
 
     @property
     def candidate(self) -> str:

@@ -39,9 +39,6 @@ NEAR_SHARE, MAX_NEAR = 0.01, 6
 """When two short programs stand for a deep one, arrangements within the share ``NEAR_SHARE`` of the best in the shorter
 one are simulated in the longer one, but at most this many."""
 
-AGREEING_SHARE = 2e-5
-"""The share by which the step that programs of three depths extrapolate to may differ and still agree."""
-
 MAX_CHECKED = 8
 """The number of arrangements that may turn out to be over the budget, the shortest step first, before the program stays
 as it is."""
@@ -109,56 +106,6 @@ class TriedArrangements:
         before_s = self.before.seconds
         shorter = (a for a, seconds in self.seconds.items() if seconds < before_s)
         return sorted(shorter, key=lambda a: _rank(a, self.seconds[a], before_s))
-
-
-@dataclass(frozen=True)
-class Extrapolation:
-    """``TriedArrangements.least_s`` of a deep program, extrapolated from two with fewer layers that take these seconds.
-
-    Args:
-        arrangement: the fastest one; None if the program as it is is faster.
-        more: the arrangements of the longer of the two programs.
-    """
-
-    depths: Depths
-    few_s: float
-    more_s: float
-    arrangement: Arrangement | None
-    more: Arrangements
-
-    @staticmethod
-    def by(depths: Depths, shorter: Program, longer: Program, prices: Prices, deadline: float) -> Extrapolation:
-        """Extrapolate from two programs.
-
-        Args:
-            deadline: as for ``TriedArrangements.of``.
-        """
-        more = Arrangements(extract_collectives(longer), prices)
-        few = Arrangements(extract_collectives(shorter), prices, more)
-        few_s, more_s = (simulate_streams(p, prices.overlap).seconds for p in (shorter, longer))
-        as_is = Extrapolation(depths, few_s, more_s, None, more)
-        if not shorter.collectives:
-            return as_is
-        estimated = _extrapolated(depths, few, more, deadline)
-        arrangement = min(estimated, key=estimated.__getitem__)
-        arranged = Extrapolation(depths, few.seconds(arrangement), more.seconds(arrangement), arrangement, more)
-        return min(as_is, arranged, key=lambda t: t.seconds)
-
-    @property
-    def seconds(self) -> float:
-        return self.depths.seconds(self.few_s, self.more_s)
-
-    def agrees(self, between: Program) -> bool:
-        """Whether a program of ``depths.between`` layers extrapolates to the same: then every layer adds as much."""
-        prices = self.more.prices
-        if self.arrangement is None:
-            between_s = simulate_streams(between, prices.overlap).seconds
-        else:
-            between_s = Arrangements(extract_collectives(between), prices, self.more).seconds(self.arrangement)
-        few, more, whole = self.depths
-        fewer = Depths(few, self.depths.between, whole).seconds(self.few_s, between_s)
-        others = Depths(self.depths.between, more, whole).seconds(between_s, self.more_s)
-        return abs(fewer - others) <= AGREEING_SHARE * self.seconds
 
 
 def arrange(

@@ -50,11 +50,6 @@ class Depths(NamedTuple):
         more = few + max(MIN_MORE_LAYERS, 2 * LAUNCHES * math.ceil(span))
         return cls(few, more, whole) if few + more <= MAX_SHARE * 2 * whole else None
 
-    @property
-    def between(self) -> int:
-        """Layers of a third program, which shows whether each layer adds as much."""
-        return (self.few + self.more) // 2
-
     def seconds(self, few_s: float, more_s: float) -> float:
         """Extrapolate the seconds of the full program from those of the two."""
         return more_s + (self.whole - self.more) * (more_s - few_s) / (self.more - self.few)

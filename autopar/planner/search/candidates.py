@@ -13,11 +13,8 @@ from autopar.planner.graphs.accumulation import accumulation_program
 from autopar.planner.memory.exact import MemoryProfile, profile
 from autopar.planner.memory.usages import MemoryUsages
 from autopar.planner.options import Options
-from autopar.planner.overlap.arrange import EQUAL_SHARE, Extrapolation, TriedArrangements, arrange
-from autopar.planner.overlap.arrangements import Arrangements
-from autopar.planner.overlap.collectives import extract_collectives
+from autopar.planner.overlap.arrange import EQUAL_SHARE, TriedArrangements, arrange
 from autopar.planner.overlap.deferral import deferred, may_defer
-from autopar.planner.overlap.shortening import MIN_LAYERS, Depths
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.decide import Decisions
@@ -38,12 +35,6 @@ LEAST_ARRANGING_S = 0.5
 
 ABOUT = 1.03
 """Times a budget that the memory constraints may say: of 70 baselines of 9 models one held .3 % less than they say."""
-
-DEPTHS_TRIED = 4
-"""The layers that a launch spans are known only from a program that has some: the first has few."""
-
-SHALLOW = 0.4
-"""Where more than this share of the layers would be left, the whole is looked at: that is quick, and exact."""
 
 
 def budget_bytes(cluster: Cluster, options: Options) -> float:
@@ -195,51 +186,9 @@ class BaselineCandidate:
         return self._tried.least_s() if self.stated.decisions.accumulation_steps == 1 else 0.0
 
     @property
-    def estimated_s(self) -> float:
-        """``least_s`` as two programs of fewer layers tell it; 0 where they cannot."""
-        return 0.0 if self._told is None else self._told.seconds
-
-    @cached_property
-    def is_exact(self) -> bool:
-        """Whether a program of a third depth tells the same as ``estimated_s``."""
-        between = None if self._told is None else self._of_layers(self._told.depths.between)
-        return self._told is not None and between is not None and self._told.agrees(between)
-
-    @cached_property
-    def _told(self) -> Extrapolation | None:
-        whole, prices = self.stated.depth, self.stated.prices
-        made = {MIN_LAYERS: self._few}
-        depths, layers = Depths.of(whole, 0.0), MIN_LAYERS
-        for _ in range(DEPTHS_TRIED):
-            if depths is None or depths.more > SHALLOW * whole:
-                return None
-            program = made[layers] = made[layers] if layers in made else self._of_layers(layers)
-            if program is None:
-                return None
-            depths = Depths.of(whole, Arrangements(extract_collectives(program), prices).largest_launch() * layers)
-            if depths is not None and depths.more == layers:
-                shorter = made[depths.few] if depths.few in made else self._of_layers(depths.few)
-                until = _arranged_by(self.options)
-                return None if shorter is None else Extrapolation.by(depths, shorter, program, prices, until)
-            layers = layers if depths is None else depths.more
-        return None
-
-    @cached_property
     def may_defer(self) -> bool:
         """Whether its step may become shorter than ``least_s`` by what is deferred."""
-        return may_defer(self._few or self.program, self.stated.decisions.graph)
-
-    @cached_property
-    def _few(self) -> Program | None:
-        return self._of_layers(MIN_LAYERS)
-
-    def _of_layers(self, layers: int) -> Program | None:
-        """Its program with fewer layers; None where the layers differ, or cannot be taken out."""
-        fewer = self.stated.with_fewer_layers(layers)
-        choice = None if fewer is None else fewer.choice(self.choice)
-        if fewer is None or choice is None or self.stated.decisions.accumulation_steps > 1:
-            return None
-        return schedule(fewer.decisions, choice, self.stated.prices)
+        return may_defer(self.program, self.stated.decisions.graph)
 
     @cached_property
     def candidate(self) -> Candidate:

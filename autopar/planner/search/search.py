@@ -221,12 +221,6 @@ HOPELESS = (1.02, 1.1)
 """A step takes hardly less than its cost, unless what the program waits for on several axes runs beside each other: of
 baselines that cost so many times our step, on one axis and on several, none is looked at."""
 
-ROUGH, SURE = (0.005, 0.03), (1e-4, 5e-4)
-"""Where fewer layers tell that a baseline's step is longer than ours by more than this share, on one axis and on
-several, it is; the latter where programs of three depths agree. Of 125 programs of five models on nine meshes at most
-.45 % and 2.4 % too much was told; where three depths agree, .003 % and, of steps near the shortest, .04 %."""
-
-
 FAR = 1.05
 """Times the cost of another plan that the best step takes, from which that plan is looked at after the search's end.
 The cheapest two of a diffusion model (DDPM 256) within .8 of its peak waited for transfers a third of their steps."""
@@ -308,42 +302,22 @@ def shortest(search: Search, state: SearchState) -> Candidate:
 
 def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candidate]:
     """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that cost
-    no more than ``cost``, or whose step may take no longer than ``step_s``; the shortest step at any rate. Some time
-    longer they are looked at until one may be quicker, and whatever time it is the first that costs no more."""
+    no more than ``cost``, or whose step may take no longer than ``step_s``, or than one of the former takes, which
+    would be taken instead. Some time longer they are looked at until one was."""
     if search.options.compare:
         yield from (baseline.candidate for baseline in search.baselines if search.fits(baseline))
         return
-    several = search.objective.decisions.mesh.ndim > 1
-    most_s = max(cost, HOPELESS[several] * step_s)
-    # Where one is cheaper and taken for that, no other may have a shorter step: then near ones count too.
-    outdone = any((1 + search.options.gap) * r.objective < cost for r in search.baselines)
-    steps: dict[str, float] = {}
-    latest = search.ends + LATE_S
+    most_s = max(cost, HOPELESS[search.objective.decisions.mesh.ndim > 1] * step_s)
+    latest_s = search.ends + LATEST_S
     for baseline in search.baselines:
-        late = now() > (search.ends + LATEST_S if baseline.objective <= step_s and not steps else latest)
-        if baseline.objective > most_s or late:
-            continue
-        if _may_be_shorter(baseline, step_s, nearly=outdone, several=several):
-            steps[baseline.name] = baseline.least_s
-    known = False
-    may_win_s = max(step_s, min(steps.values(), default=0.0)) if outdone else step_s
-    for baseline in search.baselines:
-        seen, least_s = "candidate" in vars(baseline), steps.get(baseline.name, math.inf)
         cheaper = baseline.objective <= cost
-        wins = least_s <= may_win_s or (least_s <= (1 + UNSURE_SHARE) * may_win_s and (outdone or baseline.may_defer))
-        looked_at = (cheaper or wins) and (now() < latest or not known)
-        if (seen or looked_at) and search.fits(baseline):
-            known = True
+        if baseline.objective > most_s or (now() > latest_s and "candidate" not in vars(baseline)):
+            continue
+        may_win = cheaper or baseline.least_s <= (1 + UNSURE_SHARE) * step_s or baseline.may_defer
+        if may_win and search.fits(baseline):
+            latest_s = search.ends + LATE_S
+            step_s = max(step_s, baseline.candidate.timeline.seconds) if cheaper else step_s
             yield baseline.candidate
-
-
-def _may_be_shorter(baseline: BaselineCandidate, step_s: float, *, nearly: bool, several: bool) -> bool:
-    """Whether its step may be shorter than ``step_s``, or with ``nearly`` about as long, as programs of fewer
-    layers show; ``several``: whether the mesh has several axes."""
-    if baseline.estimated_s > (1 + ROUGH[several]) * step_s:
-        return False
-    short = baseline.estimated_s <= (1 + SURE[several]) * step_s
-    return nearly or short or not baseline.is_exact or baseline.may_defer
 
 
 def _bounded(search: Search, found: Candidate, bound: float, *methods: str) -> Candidate:
