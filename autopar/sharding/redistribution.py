@@ -99,8 +99,8 @@ class Step:
 
     @property
     def link(self) -> int:
-        """The axis whose links it occupies: the outermost that it sends over, since no links are slower than its."""
-        return min(self.axis, *self.axes) if self.axes else self.axis
+        """The axis whose links it occupies: the outermost that it sends over, whose links are the slowest of them."""
+        return min((self.axis, *self.axes))
 
     def _require_dims(self, spec: ShardingSpec) -> None:
         named = [self.dim] if self.kind != "all_reduce" and (self.kind != "permute" or self.dim >= 0) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -165,7 +166,8 @@ def _settled(fqn: str, old: torch.Tensor | None, new: torch.Tensor) -> str:
     """Return how to give a buffer at once what the forward gives it."""
     if old is None or old.shape != new.shape:
         return "give the buffer its final shape and dtype in __init__."
-    return f"give it that dtype before: model.{fqn} = model.{fqn}.to({new.dtype})."
+    name = re.sub(r"\.(\d+)(?=\.)", r"[\1]", f"model.{fqn}")
+    return f"convert it before that: {name} = {name}.to({new.dtype})."
 
 
 def _text(tensor: torch.Tensor) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -251,6 +252,25 @@ def test_more_axes_do_not_make_a_plan_of_known_shardings_worse(share: float) -> 
         for mesh in ((8,), (2, 2, 2))
     ]
     assert costs[1] <= 1.02 * costs[0]
+
+
+@dataclass(frozen=True)
+class Listing(Reruns):
+    """Notes that it ran."""
+
+    def applies(self, search: Search, state: SearchState) -> bool:
+        return True
+
+    def run(self, search: Search, state: SearchState, until: float) -> SearchState:
+        return replace(state, listed_s=1.0)
+
+
+def test_what_can_be_run_again_is_listed_although_only_work_for_the_smallest_peak_is_left() -> None:
+    search: Any = SimpleNamespace(
+        began=now(), ends=now() + LONG / 2, smallest_peak_s=LONG, report=lambda _: None, options=Options()
+    )
+    free: Any = object()
+    assert searching.run_phases(search, SearchState(free=free), (Listing(),)).listed_s == 1.0
 
 
 @dataclass

@@ -87,11 +87,11 @@ class MemoryUsages:
         return tuple(found)
 
     def peak(self, choice: Sequence[int]) -> float:
-        """Return the most bytes that a choice holds at one point, as far as its options say: its program holds no
-        less."""
+        """Return the most bytes that a choice holds at one point, as far as its options say: about the least that its
+        program holds."""
         held = np.array([size[choice[i]] for i, size in zip(self.variables, self.sizes, strict=True)])
-        held[[at for at, i in self._copies if self._is_as_made(self.d.variables[i], choice)]] = 0.0
-        tick("evaluated edge", len(held))
+        held[[at for at, i in self._copies if self._is_as_made(i, choice)]] = 0.0
+        tick("mixed use", len(held))
         points, born, gone = self._events
         change = np.bincount(born, held, len(points) + 1) - np.bincount(gone, held, len(points) + 1)
         others = self.options.in_flight - 1
@@ -103,12 +103,13 @@ class MemoryUsages:
         """The copies that may be kept for the backward, each with its variable."""
         return [(at, i) for at, i in enumerate(self.variables) if any(self.d.variables[i].kept)]
 
-    def _is_as_made(self, copy: Variable, choice: Sequence[int]) -> bool:
-        """Whether a copy is the value as it was made, which takes nothing."""
-        assert copy.value is not None
-        made = self.d.variables[self.d.index[copy.value.node]]
-        chosen = made.options[choice[self.d.index[made.key]]], copy.options[choice[self.d.index[copy.key]]]
-        return spec_made(chosen[0], copy.value.index) == spec_made(chosen[1], 0)
+    def _is_as_made(self, copy: int, choice: Sequence[int]) -> bool:
+        """Whether the copy that a variable decides is the value as it was made, which takes nothing."""
+        value = self.d.variables[copy].value
+        assert value is not None
+        made = self.d.index[value.node]
+        specs = (spec_made(self.d.variables[i].options[choice[i]], out) for i, out in ((made, value.index), (copy, 0)))
+        return len({*specs}) == 1
 
     @cached_property
     def _events(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -2,8 +2,8 @@
 
 As in the executed program, a collective is launched at its place and runs alongside what is computed next. Collectives
 that occupy the links of one mesh axis run one after the other; those of different axes run concurrently. A collective
-is waited for before its first reader, even if that is another collective. What is still under way when the
-forward ends is waited for there, since the forward returns it.
+is waited for before its first reader, even if that is another collective. What is still under way when the forward ends
+is waited for there, since the forward returns it.
 
 While the program computes and communicates, each may slow the other down, as on a CPU whose cores also carry the
 messages. With ``overlap`` o, both then run at the rate 1 / (2 - o): o = 1 is free overlap, o = 0 is taking turns.

@@ -518,7 +518,7 @@ class SmallestPeak:
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.joint is not None and state.free is not None
-        # Nothing that phases before have left, under their budget and by their time, may lead elsewhere.
+        # It starts afresh: what earlier phases have left depends on the budget and on the time that they took.
         objective = Objective(state.joint.decisions, search.prices, within=search.objective.sections)
         state = replace(state, joint=objective)
         fresh = SearchState(free=state.free, given=state.given, joint=objective, hideable_s=state.hideable_s)
@@ -531,11 +531,9 @@ class SmallestPeak:
         def below(best: Result, peak: float) -> Result | None:
             tighter = replace(search, budget=peak)
             begin = replace(fresh, near=(best.solution.choice,))
-            for joint in (Joint(share=1.0), Joint(share=1.0, per_option=True)):
-                found = joint.run(tighter, begin, rows_until).best
-                if found is not None:
-                    return found
-            return None
+            ways = (Joint(share=1.0), Joint(share=1.0, per_option=True))
+            found = (joint.run(tighter, begin, rows_until).best for joint in ways)
+            return next((plan for plan in found if plan is not None), None)
 
         for found in search_smallest_peak(search, fresh, rows_until, below, begin):
             state = state.with_plan(search, found)

@@ -302,20 +302,22 @@ def shortest(search: Search, state: SearchState) -> Candidate:
 
 def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candidate]:
     """The baselines that fit, the cheapest first: all where all are compared, else while time is left those that cost
-    no more than ``cost``, or whose step may take no longer than ``step_s``, or than one of the former takes, which
-    would be taken instead. Some time longer they are looked at until one was."""
+    no more than ``cost``, or whose step may take no longer than ``step_s``, or than one of the cheaper ones
+    takes, which would be taken instead. A little longer than that, they are looked at until one may be quicker."""
     if search.options.compare:
         yield from (baseline.candidate for baseline in search.baselines if search.fits(baseline))
         return
     most_s = max(cost, HOPELESS[search.objective.decisions.mesh.ndim > 1] * step_s)
-    latest_s = search.ends + LATEST_S
+    known = False
     for baseline in search.baselines:
         cheaper = baseline.objective <= cost
-        if baseline.objective > most_s or (now() > latest_s and "candidate" not in vars(baseline)):
+        late_s = LATE_S if known or baseline.objective > step_s else LATEST_S
+        is_late = now() > search.ends + late_s and "candidate" not in vars(baseline)
+        if baseline.objective > most_s or is_late:
             continue
         may_win = cheaper or baseline.least_s <= (1 + UNSURE_SHARE) * step_s or baseline.may_defer
         if may_win and search.fits(baseline):
-            latest_s = search.ends + LATE_S
+            known = True
             step_s = max(step_s, baseline.candidate.timeline.seconds) if cheaper else step_s
             yield baseline.candidate
 

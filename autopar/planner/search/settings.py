@@ -14,8 +14,9 @@ and at most this share of the limit."""
 
 SMALLEST_PEAK_SHARE, SMALLEST_PEAK_LEAST_S = 0.25, 0.5
 """Work kept back for the smallest peak, which is searched where no plan is found: a share of the limit, and at least
-these seconds. Only layers recomputed whole may use it, which hold little themselves. An error names the budget that it
-finds, and a search with that budget has as much work for it."""
+these seconds. Only the list of what can be run again, which it needs too, and layers recomputed whole, which hold
+little themselves, may use it. An error names the budget that it finds, and a search with that budget has as much work
+for it."""
 
 FREE_SHARE = 0.4
 """Share of the work for the optimum without a budget, which gets the rest once it fits: of 12 layers of Gemma 2, whose
