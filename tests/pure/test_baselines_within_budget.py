@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autopar.mesh import Mesh
+from autopar.planner import Options
 from autopar.planner.baselines.roles import baselines
-from autopar.planner.search.settings import NEARLY_FITS
+from autopar.planner.search import candidates
+from autopar.planner.search.settings import KNOWN_GAP, KNOWN_WAYS_TIMES, NEARLY_FITS
 from autopar.planner.search.state import Search
+from autopar.solver import Gap
 
 
 def fits(budget: float, peak: float, arranged: float | None) -> bool:
@@ -41,6 +45,32 @@ def test_one_that_is_a_little_too_large_fits_where_its_arranged_program_does(arr
 
 def test_one_that_is_much_too_large_is_not_arranged() -> None:
     assert not fits(100, 100 * NEARLY_FITS + 1, None)
+
+
+def gaps_of(costs: Sequence[float], monkeypatch: pytest.MonkeyPatch, *, compare: bool = False) -> list[float]:
+    """The relative gap to which baselines of these costs are solved, one after the other."""
+    found = []
+
+    def choices(_: object, *, gap: Gap, **__: object) -> Iterator[tuple[object, tuple[int]]]:
+        for i, cost in enumerate(costs):
+            found.append(gap(cost))
+            yield SimpleNamespace(name=str(i)), (i,)
+
+    monkeypatch.setattr(candidates, "restricted_choices", choices)
+    objective = SimpleNamespace(seconds=lambda choice: costs[choice[0]])
+    candidates.baseline_candidates(objective, Options(gap=1e-4, compare=compare))  # type: ignore[arg-type]
+    return found
+
+
+def test_those_that_cost_much_are_solved_no_further_than_that_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, near, dear, too_dear = gaps_of([2.0, 2.1, 4.0, 100.0], monkeypatch)
+    assert first == near == 1e-4
+    assert dear == KNOWN_GAP
+    assert (1 - too_dear) * 100.0 == pytest.approx(KNOWN_WAYS_TIMES * 2.0)
+
+
+def test_where_all_are_compared_all_are_solved_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gaps_of([2.0, 2.1, 4.0, 100.0], monkeypatch, compare=True) == [1e-4] * 4
 
 
 def test_weights_cut_over_all_axes_are_looked_at_last():

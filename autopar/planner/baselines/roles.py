@@ -29,7 +29,7 @@ from autopar.planner.problem.decide import Decisions, Variable
 from autopar.planner.problem.restricted import solve_sliced
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.strategy import MOVED, RING, moved_axes
-from autopar.solver import Problem, Tied, fold
+from autopar.solver import Gap, Problem, Tied, fold
 from autopar.strategies.registry import find_lending
 
 Mask = npt.NDArray[np.bool_]
@@ -426,7 +426,7 @@ def _evenness(
 
 
 def solve_restricted(
-    problem: Problem, masks: Masks, *, time_limit: float, backend: str, gap: float, folded: Tied | None = None
+    problem: Problem, masks: Masks, *, time_limit: float, backend: str, gap: float | Gap, folded: Tied | None = None
 ) -> tuple[int, ...] | None:
     """Return the best choice within ``masks``, in the options of ``problem``; None if there is none or time runs out.
 
@@ -477,7 +477,7 @@ def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
 
 
 def restricted_choices(
-    objective: Objective, *, time_limit: float, backend: str, gap: float, only: str | None = None
+    objective: Objective, *, time_limit: float, backend: str, gap: float | Gap, only: str | None = None
 ) -> Iterator[tuple[Baseline, tuple[int, ...]]]:
     """Yield each baseline that applies, with its best choice.
 

@@ -20,6 +20,7 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.decide import Decisions
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.timeline import Timeline, simulate_streams
+from autopar.planner.search import settings
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution
@@ -234,12 +235,23 @@ def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
 
 
 def baseline_candidates(objective: Objective, options: Options, only: str | None = None) -> list[BaselineCandidate]:
-    """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget."""
-    started, found = now(), []
+    """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget.
+
+    The cheapest are solved to the gap that was asked, as all are if all are compared; others to a rough gap, and those
+    that are proven too dear to be looked at no further.
+    """
+    started, found = now(), list[BaselineCandidate]()
     usages = cache(lambda: MemoryUsages.of(objective.decisions, options))
     allowed_s = options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0)
+
+    def gap(cost: float) -> float:
+        cheapest = min((b.objective for b in found), default=math.inf)
+        if options.compare or cost <= max(settings.HOPELESS) * cheapest:
+            return options.gap
+        return max(options.gap, settings.KNOWN_GAP, 1 - settings.KNOWN_WAYS_TIMES * cheapest / cost)
+
     choices = restricted_choices(
-        objective, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=options.gap, only=only
+        objective, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=gap, only=only
     )
     for baseline, choice in choices:
         found.append(BaselineCandidate(baseline.name, objective, options, choice, objective.seconds(choice), usages))

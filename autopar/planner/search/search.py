@@ -217,10 +217,6 @@ def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> S
     return state
 
 
-HOPELESS = (1.02, 1.1)
-"""A step takes hardly less than its cost, unless what the program waits for on several axes runs beside each other: of
-baselines that cost so many times our step, on one axis and on several, none is looked at."""
-
 FAR = 1.05
 """Times the cost of another plan that the best step takes, from which that plan is looked at after the search's end.
 The cheapest two of a diffusion model (DDPM 256) within .8 of its peak waited for transfers a third of their steps."""
@@ -307,7 +303,7 @@ def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candi
     if search.options.compare:
         yield from (baseline.candidate for baseline in search.baselines if search.fits(baseline))
         return
-    most_s = max(cost, HOPELESS[search.objective.decisions.mesh.ndim > 1] * step_s)
+    most_s = max(cost, settings.HOPELESS[search.objective.decisions.mesh.ndim > 1] * step_s)
     known = False
     for baseline in search.baselines:
         cheaper = baseline.objective <= cost
