@@ -8,7 +8,8 @@ from autopar.solver.integer.pulp_backend import solver_name
 from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_least
 from autopar.solver.pipeline import solve
 from autopar.solver.problem import (
-    Basis,
+    NO_DUALS,
+    Duals,
     Edge,
     Problem,
     Solution,
@@ -22,7 +23,8 @@ from autopar.solver.problem import (
 from autopar.solver.reduce.incumbent import Gap, gap_of
 
 __all__ = [
-    "Basis",
+    "NO_DUALS",
+    "Duals",
     "Edge",
     "Gap",
     "Problem",

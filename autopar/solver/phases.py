@@ -16,7 +16,6 @@ from autopar.solver.blocks.folding import BeginPart, solve_folded
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.dual import linear
 from autopar.solver.dual.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
-from autopar.solver.dual.dual import Messages as Known
 from autopar.solver.dual.neighbourhood import improve_parts
 from autopar.solver.dual.search import Search
 from autopar.solver.integer import highs
@@ -34,6 +33,7 @@ from autopar.solver.integer.ilp import (
 )
 from autopar.solver.integer.pulp_backend import solve_pulp
 from autopar.solver.priced.search import PricedSearch
+from autopar.solver.problem import Messages as Known
 from autopar.solver.problem import Problem, Solution, relative_gap
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.elimination import eliminate_all, factors_of, find_order, sizes_of
@@ -63,13 +63,20 @@ class State:
     done: bool = False
     relaxed: bool = False
     search: PricedSearch | None = None
-    messages: Known | None = None
     _plain: Graph | None = None
     _graph: Graph | None = None
 
     @property
     def problem(self) -> Problem:
         return self.incumbent.problem
+
+    @property
+    def messages(self) -> Known | None:
+        return self.incumbent.messages.get(len(self.problem.costs))
+
+    @messages.setter
+    def messages(self, passed: Known) -> None:
+        self.incumbent.messages[len(self.problem.costs)] = passed
 
     @property
     def limited(self) -> bool:

@@ -15,7 +15,7 @@ from autopar.solver.clock import limited
 from autopar.solver.integer import highs
 from autopar.solver.integer.pulp_backend import check_solver
 from autopar.solver.phases import FLAT, PHASES, State, run_phases
-from autopar.solver.problem import Basis, Problem, Solution, TraceEntry, UsagePrices
+from autopar.solver.problem import NO_DUALS, Duals, Problem, Solution, TraceEntry
 from autopar.solver.reduce.incumbent import Gap, Incumbent, Refuses
 
 
@@ -28,8 +28,7 @@ def solve(
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Callable[[TraceEntry], None] | None = None,
     folding: Callable[[Problem], Tied | None] = fold,
-    usage_prices: UsagePrices | None = None,
-    basis: Basis | None = None,
+    duals: Duals = NO_DUALS,
     refuses: Refuses | None = None,
 ) -> Solution:
     """The cheapest choice, or the best one found in time, with a bound that no choice can beat.
@@ -43,8 +42,7 @@ def solve(
         warm_starts: choices to begin with; infeasible ones are ignored.
         progress: called with each better objective or bound.
         folding: what ties repeated blocks together, for who has done so already or knows that there are none.
-        usage_prices: of the limit in a similar problem, to begin with.
-        basis: of the linear program of the blocks of one.
+        duals: of a similar problem, to begin with.
         refuses: is asked about a choice that is nearly the best before that is proven; where it says yes the search
             ends.
 
@@ -57,8 +55,7 @@ def solve(
         check_solver(chosen)
     with limited(time_limit):
         incumbent = Incumbent(problem, time_limit, gap, progress, refuses)
-        incumbent.usage_prices = usage_prices or UsagePrices()
-        incumbent.basis = basis
+        incumbent.begin_with(duals)
         for choice in warm_starts:
             incumbent.offer(choice, "warm start")
         begin_part = partial(_begin_part, chosen)
@@ -70,6 +67,7 @@ def solve(
 def _begin_part(backend: str, part: Part) -> Attempt:
     """What solves the tied problem, by everything but folding; each attempt goes on from the last."""
     incumbent = Incumbent(part.problem, 0.0, part.gap, None)
+    incumbent.messages = part.messages
     for choice in part.warm_starts:
         incumbent.offer(choice, "warm start")
     state = State(incumbent, backend, part.warm_starts, None, False, part.reduced, part.size, solve=solve)
@@ -97,8 +95,7 @@ def _solution(state: State) -> Solution:
         incumbent.seconds_on_the_wall(),
         f"{', '.join(state.method)}; found by {incumbent.found_by}",
         tuple(incumbent.trace),
-        incumbent.usage_prices,
-        incumbent.basis,
+        incumbent.duals,
         incumbent.seconds_left() <= 0,
     )
 

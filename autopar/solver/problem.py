@@ -7,10 +7,11 @@ every time the usages of the chosen options stay within ``limit``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +129,25 @@ class UsagePrices:
         return float(self.prices.sum())
 
 
+Messages: TypeAlias = Mapping[int, tuple[IndexArray, Mapping[int, Array]]]
+"""Of each node, its options by their numbers in the problem, and what each of its edges was handed of their costs."""
+
+
+class Duals(NamedTuple):
+    """What a solve ends with, for that of a similar problem to begin with.
+
+    ``usage_prices``: of the limit, where it binds. ``basis``: of the linear program of the blocks of one.
+    ``messages``: of the problem, and of those that it was made into, by how many nodes they have.
+    """
+
+    usage_prices: UsagePrices = UsagePrices()
+    basis: Basis | None = None
+    messages: Mapping[int, Messages] = MappingProxyType({})
+
+
+NO_DUALS = Duals()
+
+
 @dataclass(frozen=True)
 class TraceEntry:
     """The best objective and bound known after so many seconds of counted work, and the phase that found them."""
@@ -144,7 +164,7 @@ class Solution:
 
     ``proven``: the gap is within what was asked. ``size``: counts of the problem, of what reductions left, of the ILP.
     ``method``: in words, what found and proved it. ``trace``: how objective and bound approached each other.
-    ``usage_prices``: of the limit, where it binds. ``cut_off``: whether time ended the search.
+    ``cut_off``: whether time ended the search.
     """
 
     choice: tuple[int, ...]
@@ -155,8 +175,7 @@ class Solution:
     seconds: float = 0.0
     method: str = ""
     trace: tuple[TraceEntry, ...] = ()
-    usage_prices: UsagePrices = field(default_factory=UsagePrices, compare=False)
-    basis: Basis | None = field(default=None, compare=False)
+    duals: Duals = field(default=NO_DUALS, compare=False)
     cut_off: bool = False
 
     @property

@@ -49,7 +49,7 @@ def test_it_is_the_linear_program_of_all_copies(limit: float, seam: float) -> No
     assert found.lower_bound <= linear_optimum(problem) * (1 + 1e-9)
     assert found.lower_bound >= 12 - limit / 10 - 1e-6
     assert found.objective == pytest.approx(12 - limit // 10 + (seam if limit > 10 else 0.0))
-    assert found.usage_prices.total() == pytest.approx(0.1)
+    assert found.duals.usage_prices.total() == pytest.approx(0.1)
 
 
 def test_what_only_some_copies_have_room_for_is_not_barred() -> None:

@@ -37,7 +37,7 @@ def test_as_many_blocks_as_fit_take_what_is_cheap(limit: float) -> None:
     assert found.objective == pytest.approx(12 - limit // 10)
     assert found.proven
     assert found.lower_bound >= 12 - limit / 10 - 1e-6
-    assert found.usage_prices.total() == pytest.approx(0.1)
+    assert found.duals.usage_prices.total() == pytest.approx(0.1)
 
 
 def test_blocks_of_two_kinds_hardly_meet() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Edge, Problem, Usage, evaluate
+from autopar.solver import Edge, Problem, Usage, evaluate, solve
+from autopar.solver.clock import only_counted
 from autopar.solver.dual.dual import Dual
 from autopar.solver.integer import highs as highs_backend
 from autopar.solver.integer.highs import solve_highs
@@ -32,6 +34,7 @@ from autopar.solver.reduce.reductions import (
 )
 from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
+from tests.pure.test_solver import hard_problem
 
 REDUCTIONS: list[Callable[[Graph], object]] = [
     drop_forbidden,
@@ -212,6 +215,34 @@ def test_an_ascent_goes_on_where_another_one_ended(problem: Problem, sweeps: int
     dual.keep(masks)
     later = Dual(graph, known=known).sweep(forward=sweeps % 2 == 1).lower_bound
     assert bound - 1e-9 * (1 + best) <= later <= best + 1e-9 * (1 + best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.integers(1, 6), st.integers(0, 10**6))
+def test_messages_of_other_costs_bound_too(problem: Problem, sweeps: int, seed: int) -> None:
+    """Also where what they are of had lost other options."""
+    best, rng = optimum(problem), np.random.default_rng(seed)
+    assume(math.isfinite(best))
+    other = settled_graph(replace(problem, costs=tuple(c * rng.random(len(c)) for c in problem.costs)))
+    dual = Dual(other)
+    for count in range(sweeps):
+        dual.sweep(forward=count % 2 == 1)
+    masks = {n: rng.random(len(other.costs[n])) < 0.7 for n in other.nodes()}
+    for node, option in other.project(brute_force(problem).choice).items():
+        masks[node][option] = True
+    dual.keep(masks)
+    bound = Dual(settled_graph(problem), known=dual.messages()).sweep(forward=True).lower_bound
+    assert bound <= best + 1e-9 * (1 + best)
+
+
+def test_a_solve_goes_on_from_the_messages_of_another() -> None:
+    """Where time ends it, the bound is higher after as much more of it."""
+    problem = hard_problem(60, 5)
+    with only_counted():
+        first = solve(problem, time_limit=0.2, gap=1e-9)
+        again = solve(problem, time_limit=0.2, gap=1e-9, duals=first.duals)
+    assert len(problem.costs) in first.duals.messages
+    assert again.lower_bound > first.lower_bound
 
 
 def test_a_tree_is_solved_by_elimination() -> None:

@@ -22,7 +22,7 @@ from autopar.planner.search.fitting import fitted, scheduled
 from autopar.planner.search.offload_order import offloading_first
 from autopar.planner.search.state import Choice, Result, Search, SearchState
 from autopar.planner.search.two_stage import Open
-from autopar.solver import Gap, Problem, Solution, Tied, TraceEntry, fold, peak_usage, relative_gap, solve
+from autopar.solver import NO_DUALS, Gap, Problem, Solution, Tied, TraceEntry, fold, peak_usage, relative_gap, solve
 from autopar.solver.clock import now
 
 MOST_SEEDS = 2
@@ -127,7 +127,7 @@ def _solve(
     boundaries: Collection[int],
     longer: Callable[[Choice], float] | None,
 ) -> tuple[Solution, SearchState]:
-    prices_of_memory, basis, last_s = state.usage_prices, state.basis, 0.0
+    duals, last_s = state.duals, 0.0
     extended = asked
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
     most = 1 if active is not None and reweigh is None else MAX_SOLVES
@@ -135,7 +135,7 @@ def _solve(
     reweighed = ends if reweigh is None else lambda cost: max(ends(cost), reweigh)
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
-        nonlocal prices_of_memory, basis, extended, last_s
+        nonlocal duals, extended, last_s
         begin = (*best, *(seeds if active else seeds[:MOST_SEEDS]))
         problem = without_recomputing(objective, problem, boundaries)
         if active:
@@ -149,13 +149,12 @@ def _solve(
             backend=search.options.solver,
             gap=ends,
             warm_starts=begin,
-            usage_prices=prices_of_memory,
-            basis=basis,
+            duals=duals,
             folding=objective.fold,
             progress=lambda entry: _report_gap(search, entry),
             refuses=refuses,
         )
-        prices_of_memory, basis, last_s = found.usage_prices, found.basis, now() - began
+        duals, last_s = found.duals, now() - began
         return replace(found, choice=active.restrict(found.choice)) if active else found
 
     def refuses(choice: Sequence[int]) -> bool:
@@ -185,7 +184,7 @@ def _solve(
     bound = state.bound if asked.limit <= search.budget else -math.inf
     found = objective.minimize(asked, solve_from, reweighed, seeds, most, out_of_time, bound, used)
     proven = relative_gap(found.objective, found.lower_bound) <= search.options.gap
-    return replace(found, proven=proven), replace(state, usage_prices=prices_of_memory, basis=basis)
+    return replace(found, proven=proven, duals=NO_DUALS), replace(state, duals=duals)
 
 
 def _report_gap(search: Search, found: TraceEntry) -> None:

@@ -27,7 +27,7 @@ from autopar.planner.search.keeping import layer_boundaries
 from autopar.planner.search.offload_order import offloading_first
 from autopar.plans.records import SearchRecord
 from autopar.program import Program
-from autopar.solver import Basis, Gap, Solution, UsagePrices, gap_of
+from autopar.solver import NO_DUALS, Duals, Gap, Solution, gap_of
 from autopar.solver.clock import now
 
 Choice = tuple[int, ...]
@@ -179,7 +179,7 @@ class SearchState:
         hideable_s, hiding_parts: seconds of the forward beside which transfers of the host hide, in so many parts.
         near: choices of the joint problem that cost less than the best plan, and hold more than the budget.
         points: program points at which choices of the joint problem were found to hold more than the budget.
-        usage_prices, basis: what the limit cost in the last solve, and where its linear program of blocks ended.
+        duals: those of the last solve.
         trace: a record for each phase.
         used_up: whether the last phase used all the work that it was given.
     """
@@ -198,8 +198,7 @@ class SearchState:
     hiding_parts: int = 1
     near: tuple[Choice, ...] = ()
     points: frozenset[ProgramPoint] = frozenset()
-    usage_prices: UsagePrices = field(default_factory=UsagePrices)
-    basis: Basis | None = None
+    duals: Duals = NO_DUALS
     trace: tuple[SearchRecord, ...] = ()
     used_up: bool = False
 

@@ -19,7 +19,7 @@ from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.parts import Tied, take_apart, tie
 from autopar.solver.blocks.relaxation import Core
 from autopar.solver.blocks.repetition import Run, find_runs
-from autopar.solver.problem import Problem, UsagePrices
+from autopar.solver.problem import Messages, Problem, UsagePrices
 from autopar.solver.reduce.incumbent import Gap, Incumbent
 
 MARGIN = 1
@@ -43,13 +43,15 @@ ROUGH, FINE = 0.03, 0.003
 
 @dataclass(frozen=True)
 class Part:
-    """What is solved without folding; ``size`` is written to. ``reduced``: whether it is as far as it can be."""
+    """What is solved without folding; ``size`` and ``messages`` are written to. ``reduced``: whether it is as far as it
+    can be."""
 
     problem: Problem
     gap: Gap
     warm_starts: tuple[tuple[int, ...], ...] = ()
     reduced: bool = False
     size: dict[str, int] = field(default_factory=dict)
+    messages: dict[int, Messages] = field(default_factory=dict)
 
 
 class Attempt(Protocol):
@@ -126,7 +128,7 @@ class _Folding:
         known = () if incumbent.choice is None else (self.tied.project(incumbent.choice),)
         problem = self.tied.problem if core is None else core.problem
         warm = known if core is None else tuple(map(core.project, known))
-        return Part(problem, lambda _: 0.25 * incumbent.gap, warm, core is not None)
+        return Part(problem, lambda _: 0.25 * incumbent.gap, warm, core is not None, messages=incumbent.messages)
 
     @cached_property
     def attempt(self) -> Attempt:

@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.solver.dual.dual import Dual, Messages
+from autopar.solver.dual.dual import Dual
 from autopar.solver.dual.search import Search
-from autopar.solver.problem import Array, relative_gap
+from autopar.solver.problem import Array, Messages, relative_gap
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 

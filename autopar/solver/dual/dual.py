@@ -9,23 +9,18 @@ Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 from autopar.solver.clock import tick
-from autopar.solver.problem import Array, IndexArray
+from autopar.solver.problem import Array, Messages
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.ordering import narrow_order
 
 _BARRED = 1e30
 """Stands for a forbidden pair while a choice is decoded, so that comparisons among bad options still mean something."""
-
-
-Messages: TypeAlias = Mapping[int, tuple[IndexArray, Mapping[int, Array]]]
-"""Of each node, its options by their numbers in the problem, and what each of its edges was handed of their costs."""
 
 
 A_LOOK = 500
@@ -44,7 +39,7 @@ class SweepResult:
 
 class Dual:
     """The state of the ascent for a graph that doesn't change meanwhile. It goes on from the ``known`` messages of the
-    graph while there was more of it: any messages give a valid bound."""
+    graph while there was more of it, or of one with other costs: any messages give a valid bound."""
 
     def __init__(self, graph: Graph, prices: Array | None = None, known: Messages | None = None) -> None:
         self.graph = graph
@@ -73,9 +68,11 @@ class Dual:
 
     def _hand_out(self, known: Messages) -> None:
         for node in self.nodes:
-            options, handed = known.get(node, ((), {}))
+            options, handed = known.get(node, (self.graph.options[node], {}))
             for other in self.push[node].keys() & handed.keys():
-                part = handed[other][np.searchsorted(options, self.graph.options[node])]
+                own = self.graph.options[node]
+                at = np.minimum(np.searchsorted(options, own), len(options) - 1)
+                part = np.where(options[at] == own, handed[other][at], 0.0)
                 self.push[node][other] = part
                 self.theta[node] = self.theta[node] - part
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from autopar.solver.clock import now
-from autopar.solver.problem import Basis, Problem, TraceEntry, UsagePrices, evaluate, relative_gap
+from autopar.solver.problem import Basis, Duals, Messages, Problem, TraceEntry, UsagePrices, evaluate, relative_gap
 
 ROUNDING = 1e-9
 """Relative rounding of sums of costs: bounds closer to an objective than this are not told apart from it."""
@@ -48,6 +48,7 @@ class Incumbent:
         self.phase = ""
         self.usage_prices = UsagePrices()
         self.basis: Basis | None = None
+        self.messages: dict[int, Messages] = {}
         self.aim = -math.inf  # an objective that is good enough
         self.expected = -math.inf  # below it no choice is expected, proven or not
         self.trace: list[TraceEntry] = []
@@ -55,6 +56,13 @@ class Incumbent:
         self._asked: tuple[tuple[int, ...], bool] | None = None
         self._began, self._started = now(), time.monotonic()
         self.time_limit = time_limit
+
+    @property
+    def duals(self) -> Duals:
+        return Duals(self.usage_prices, self.basis, self.messages)
+
+    def begin_with(self, duals: Duals) -> None:
+        self.usage_prices, self.basis, self.messages = *duals[:2], dict(duals.messages)
 
     @property
     def gap(self) -> float:
