@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -54,12 +55,14 @@ def test_two_compiled_ranks_equal_two_eager_ones(name) -> None:
         assert worst < 1e-5
 
 
-def _trained(name: str, search: str, micro_batches: int) -> dict[str, Any]:
-    """Two steps on the eager and on the compiled program of one plan, with the same dropout. They are of SGD: where a
-    gradient is next to nothing, AdamW makes of its rounding a whole step."""
+def _trained(name: str, micro_batches: int) -> dict[str, Any]:
+    """Two steps on the eager and on the compiled program of the first random plan that offloads something, with equal
+    dropout. They are of SGD: where a gradient is next to nothing, AdamW makes of its rounding a whole step."""
     model, inputs = ZOO[name].made(torch.float32, 0.1)
-    options = {"mesh": (2,), "search": search, "accumulation_steps": micro_batches, "mixed_precision": "bf16"}
-    plan = autopar.plan(model, inputs, optimizer="sgd", **options)
+    options = {"mesh": (2,), "accumulation_steps": micro_batches, "mixed_precision": "bf16"}
+    searches = (f"random+recompute:{seed}" for seed in itertools.count())
+    plans = (autopar.plan(model, inputs, optimizer="sgd", search=search, **options) for search in searches)
+    plan = next(plan for plan in plans if any(op.kind == "fetch" for op in plan.program.ops))
     found: list[dict[str, Tensor]] = []
     for backend in ("eager", "inductor"):
         parallel = autopar.autoparallelize(copy.deepcopy(model), inputs, plan=plan, backend=backend)
@@ -88,7 +91,7 @@ def _trained(name: str, search: str, micro_batches: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_two_compiled_ranks_offload_recompute_and_add_up_in_half_precision(pool: RankPool, name) -> None:
-    for found in pool.run(_trained, name, "random+recompute:2", 2, timeout=600):
+    for found in pool.run(_trained, name, 2, timeout=600):
         assert found["fetched"] > 0
         assert found["compared"] > 8
         assert found["worst"] < 2e-2
