@@ -180,3 +180,5 @@ def test_a_choice_near_what_is_expected_settles_a_search_and_proves_nothing() ->
     assert not incumbent.proven()
     incumbent.expected = 1.5
     assert not incumbent.settled()
+    incumbent.expected = 2.5  # of a program that lacks the columns of this choice
+    assert not incumbent.settled()
