@@ -134,10 +134,10 @@ Messages: TypeAlias = Mapping[int, tuple[IndexArray, Mapping[int, Array]]]
 
 
 class Duals(NamedTuple):
-    """What a solve ends with, for that of a similar problem to begin with.
+    """What a solve leaves for the solve of a similar problem to start from.
 
-    ``usage_prices``: of the limit, where it binds. ``basis``: of the linear program of the blocks of one.
-    ``messages``: of the problem, and of those that it was made into, by how many nodes they have.
+    ``usage_prices``: of the limit, where it binds. ``basis``: of the last linear program. ``messages``: of the problem
+    and of its tied form, keyed by their numbers of nodes.
     """
 
     usage_prices: UsagePrices = UsagePrices()

@@ -237,8 +237,8 @@ def timeline(program: Program, d: Decisions, overlap: float) -> Timeline:
 def baseline_candidates(objective: Objective, options: Options, only: str | None = None) -> list[BaselineCandidate]:
     """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget.
 
-    The cheapest are solved to the gap that was asked, as all are if all are compared; others to a rough gap, and those
-    that are proven too dear to be looked at no further.
+    Those near the cheapest are solved to the requested gap, and so are all if all are compared. Dearer ones are solved
+    to ``KNOWN_GAP``, and no further once their bound shows that they cost too much to be considered.
     """
     started, found = now(), list[BaselineCandidate]()
     usages = cache(lambda: MemoryUsages.of(objective.decisions, options))

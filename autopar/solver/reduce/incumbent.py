@@ -50,7 +50,7 @@ class Incumbent:
         self.basis: Basis | None = None
         self.messages: dict[int, Messages] = {}
         self.aim = -math.inf  # an objective that is good enough
-        self.expected = -math.inf  # below it no choice is expected, proven or not, where the objective is about there
+        self.expected = -math.inf  # the optimum as far as it is known, proven or not
         self.trace: list[TraceEntry] = []
         self._progress, self._refuses = progress, refuses
         self._asked: tuple[tuple[int, ...], bool] | None = None
@@ -118,7 +118,7 @@ class Incumbent:
         return self._asked[1]
 
     def _is_within(self, gap: float) -> bool:
-        # A linear program without some columns may end far above the best choice, and tells nothing then.
+        # A linear program that lacks some columns may end above the objective; it says nothing about the optimum then.
         return abs(relative_gap(self.objective, self.expected)) <= gap
 
     def cutoff(self) -> float:
