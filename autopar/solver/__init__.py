@@ -2,7 +2,7 @@
 
 from autopar.solver.blocks.folding import fold
 from autopar.solver.blocks.parts import Tied
-from autopar.solver.blocks.repetition import Run, find_runs
+from autopar.solver.blocks.repetition import Run, find_runs, shift_of
 from autopar.solver.dual.planes import highest_point
 from autopar.solver.integer.pulp_backend import solver_name
 from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_least
@@ -42,6 +42,7 @@ __all__ = [
     "minimum_limit",
     "peak_usage",
     "relative_gap",
+    "shift_of",
     "smallest_choice",
     "solve",
     "solver_name",

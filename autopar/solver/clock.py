@@ -43,7 +43,7 @@ PRICES_S: Mapping[str, float] = {
     "usage": 12e-6,
     "interval": 3e-6,
     "evaluated edge": 3e-6,
-    "node of runs": 18e-6,
+    "node of runs": 5e-6,
     "edge of a graph": 13e-6,
     "reduced node": 12e-6,
     "eliminated node": 7e-6,

@@ -45,10 +45,15 @@ class Usage:
     end: int
 
 
+NO_SHIFT: Mapping[int, int] = MappingProxyType({})
+"""Of a problem in which nothing repeats."""
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """``costs``: one vector of seconds for each node (>= 0, inf forbids the option); ``limit``: bytes at every time.
-    ``trusted``: made of another problem's costs and usages, which were looked at.
+    ``shift``: where blocks repeat, nodes and their likes one block further on; None if nobody has looked. ``trusted``:
+    made of another problem's costs and usages, which were looked at.
 
     Raises:
         SolverError: a shape that does not fit, or a number that is negative or nan.
@@ -58,6 +63,7 @@ class Problem:
     edges: tuple[Edge, ...]
     usages: tuple[Usage, ...] = ()
     limit: float = math.inf
+    shift: Mapping[int, int] | None = None
     trusted: InitVar[bool] = False
 
     def __post_init__(self, trusted: bool) -> None:

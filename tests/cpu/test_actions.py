@@ -30,7 +30,6 @@ from autopar.plans import Plan
 from autopar.plans.serial import program_from, program_to
 from autopar.program import Program
 from autopar.runtime.simulation import simulate_program
-from autopar.solver import fold
 from tests.cpu.model_checks import Subject, cluster_where_sharding_pays, subject
 from tests.cpu.test_memory_constraints import ROUNDING, highest_over, modelled_and_held
 from tests.cpu.test_offloading import executed, predicted
@@ -90,7 +89,7 @@ def all_so(name: str, mesh: tuple[int, ...]) -> tuple[Subject, Objective, tuple[
             o for o, a in enumerate(v.actions) if a in ((SINGLE, ABSENT) if SINGLE in v.actions else (KEEP, ABSENT))
         ]
         left.append(np.array(taken if v.actions else range(len(v.options))))
-    choice = solve_sliced(objective.problem(), left, 20.0, "auto", 1e-6, fold)
+    choice = solve_sliced(objective.problem(), left, 20.0, "auto", 1e-6)
     assert choice is not None
     return of, objective, tuple(choice), schedule(objective.decisions, choice, prices)
 

@@ -22,7 +22,6 @@ from autopar.planner.problem.decide import decide
 from autopar.planner.problem.restricted import solve_sliced
 from autopar.planner.schedule.schedule import schedule
 from autopar.program import AGAIN, Program
-from autopar.solver import fold
 from tests.cpu.model_checks import assert_equal, subject
 from tests.cpu.test_kernels_in_plans import by_kernels, calls, cluster, simulated
 
@@ -50,7 +49,7 @@ def running_again(names: tuple[str, ...]) -> tuple[float, Program]:
         if v.kind == "hold" and v.value and v.value.node in names:
             options = np.array([o for o in options if v.actions[o] in (RECOMPUTE, ABSENT)])
         kept.append(options)
-    choice = solve_sliced(objective.problem(), kept, 20.0, "auto", 1e-6, fold)
+    choice = solve_sliced(objective.problem(), kept, 20.0, "auto", 1e-6)
     assert choice is not None
     return objective.seconds(choice), schedule(objective.decisions, choice, objective.prices)
 

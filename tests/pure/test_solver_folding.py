@@ -18,7 +18,7 @@ from autopar.solver.blocks.folding import LEAST_COPIES, fold, foldable
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Prices, Relaxation
-from autopar.solver.blocks.repetition import find_runs
+from autopar.solver.blocks.repetition import find_runs, shift_of
 from autopar.solver.integer import highs
 from autopar.solver.phases import FLAT, State, run_phases
 from autopar.solver.reduce.incumbent import Incumbent
@@ -66,6 +66,64 @@ def chain(
     return Problem(tuple(costs), tuple(edges), tuple(usages) if math.isfinite(limit) else (), limit)
 
 
+class Stack:
+    """The ops of a network as nodes: equal kinds cost alike, and so do equal reads. Layers are like those of a
+    transformer: each reads a cast of its input once, and ends with a norm."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        self.costs: list[np.ndarray] = []
+        self.edges: list[Edge] = []
+        self.known: dict[tuple[str, int], np.ndarray] = {}
+
+    def op(self, kind: str, *reads: int) -> int:
+        self.costs.append(self.known.setdefault((kind, -1), self.random.integers(0, 10, 3).astype(float)))
+        for at, read in enumerate(reads):
+            matrix = self.known.setdefault((kind, at), self.random.integers(0, 20, (3, 3)).astype(float))
+            self.edges.append(Edge(read, len(self.costs) - 1, matrix))
+        return len(self.costs) - 1
+
+    def product(self, read: int) -> int:
+        return self.op("product", read, self.op("weight"))
+
+    def added(self, to: int, read: int) -> int:
+        return self.op("norm", self.op("add", to, read), self.op("scale"))
+
+    def embedded(self) -> int:
+        return self.op("norm", self.op("embedding", self.op("tokens")), self.op("scale"))
+
+    def attention(self, x: int, cast: int | None = None) -> int:
+        own = self.op("cast", x)
+        operands = (self.product(own if at == 0 or cast is None else cast) for at in range(3))
+        return self.added(x, self.op("attention", *operands))
+
+    def perceptron(self, x: int) -> int:
+        return self.added(x, self.product(self.op("activation", self.product(self.op("cast", x)))))
+
+    def problem(self, x: int) -> Problem:
+        self.op("loss", x)
+        return Problem(tuple(self.costs), tuple(self.edges))
+
+
+def encoder_and_decoder(encoder: int, decoder: int) -> Problem:
+    stack = Stack()
+    x = stack.embedded()
+    for _ in range(encoder):
+        x = stack.perceptron(stack.attention(x))
+    encoded, x = stack.op("cast", x), stack.embedded()
+    for _ in range(decoder):
+        x = stack.perceptron(stack.attention(stack.attention(x), encoded))
+    return stack.problem(x)
+
+
+def every_third_layer_differs(layers: int) -> Problem:
+    stack = Stack()
+    x = stack.embedded()
+    for layer in range(layers):
+        x = stack.perceptron(stack.added(x, stack.product(x)) if layer % 3 == 2 else stack.attention(x))
+    return stack.problem(x)
+
+
 def optimum(problem: Problem) -> float:
     try:
         return brute_force(problem).objective
@@ -99,12 +157,31 @@ class TestRepetition:
 
     @pytest.mark.parametrize("kinds", [2, 3, 6])
     def test_blocks_of_several_kinds_in_turn_are_blocks_of_several_layers(self, kinds: int) -> None:
-        problem = chain(np.random.default_rng(0), 6 * kinds, width=3, hub=True, hubs=kinds)
+        problem = chain(np.random.default_rng(0), 12 * kinds, width=3, hub=True, hubs=kinds)
         (run,) = find_runs(problem)
         assert run.layers == kinds
         assert run.copies.shape[1] == 3 * kinds
         assert (np.diff(run.copies, axis=0) == 3 * kinds).all()
         assert (np.diff(run.copies.reshape(-1, 3), axis=0) == 3).all()
+
+    @pytest.mark.parametrize(("encoder", "decoder"), [(6, 6), (8, 8), (12, 12), (8, 5), (4, 8), (3, 10)])
+    def test_an_encoder_and_a_decoder_are_a_run_each(self, encoder: int, decoder: int) -> None:
+        """Their blocks look much alike, and what all blocks of the decoder read looks like an output of a block."""
+        runs = find_runs(encoder_and_decoder(encoder, decoder))
+        assert {run.copies.shape[1] for run in runs} == ({20, 31} if encoder > 4 else {31})
+        assert all(len(run.copies) >= (encoder if run.copies.shape[1] == 20 else decoder) - 1 for run in runs)
+
+    def test_a_layer_that_differs_in_turn_is_part_of_the_block(self) -> None:
+        (run,) = find_runs(every_third_layer_differs(24))
+        assert len(run.copies) >= 7
+        assert run.copies.shape[1] == 20 + 20 + 14
+
+    def test_a_known_shift_is_all_that_is_looked_at(self) -> None:
+        problem = chain(np.random.default_rng(0), 10, width=3)
+        (run,) = find_runs(problem)
+        (known,) = find_runs(replace(problem, shift=shift_of([run])))
+        assert (known.copies == run.copies).all()
+        assert find_runs(replace(problem, shift={})) == ()
 
     @pytest.mark.parametrize("seed", range(4))
     def test_blocks_of_two_kinds_give_the_optimum(self, seed: int) -> None:

@@ -29,7 +29,7 @@ from autopar.planner.problem.decide import Decisions, Variable
 from autopar.planner.problem.restricted import solve_sliced
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.strategy import MOVED, RING, moved_axes
-from autopar.solver import Gap, Problem, Tied, fold
+from autopar.solver import Gap, Problem, Tied
 from autopar.strategies.registry import find_lending
 
 Mask = npt.NDArray[np.bool_]
@@ -437,16 +437,11 @@ def solve_restricted(
         tied = _tied(masks, folded)
         if tied is not None:
             alike = [np.flatnonzero(m) for m in tied]
-            found = solve_sliced(folded.problem, alike, time_limit, backend, gap, unfolded)
+            found = solve_sliced(folded.problem, alike, time_limit, backend, gap)
             if found is not None:
                 return folded.expand(found)
     each = [np.flatnonzero(masks[i]) for i in range(len(problem.costs))]
-    return solve_sliced(problem, each, time_limit, backend, gap, unfolded if folded is None else fold)
-
-
-def unfolded(problem: Problem) -> Tied | None:
-    """Fold nothing, for a problem whose blocks are tied together already."""
-    return None
+    return solve_sliced(problem, each, time_limit, backend, gap)
 
 
 def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:

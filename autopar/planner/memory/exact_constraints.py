@@ -213,7 +213,8 @@ class ExactMemory:
             builder.usages += static_usages(d, self.options, point, time, holds=not exact, views_tied=self.views_tied)
             if exact:
                 _PointNodes(self, point, time, builder).build()
-        return Problem(tuple(builder.costs), tuple(builder.edges), tuple(builder.usages), problem.limit)
+        added = tuple(builder.costs), tuple(builder.edges), tuple(builder.usages)
+        return Problem(*added, problem.limit, problem.shift)
 
     def used(self, choice: Sequence[int], point: ProgramPoint) -> float:
         """Return the bytes of a choice that the constraint at ``point`` sees."""

@@ -64,7 +64,7 @@ class RedistributedOperands:
             edges.append(Edge(operand.use.source, node, self._maker_edge(operand)))
             edges.append(Edge(node, operand.use.target, self._reader_edge(operand)))
             usages += [Usage(node, size, t, t + 1) for t in times]
-        return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit)
+        return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit, problem.shift)
 
     def extend_choice(self, choice: Sequence[int], points: Sequence[ProgramPoint]) -> tuple[int, ...]:
         """Return ``choice`` with the options of the nodes that ``extend`` adds."""

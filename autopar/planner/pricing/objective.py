@@ -42,7 +42,20 @@ from autopar.planner.pricing.prices import Array, Prices, costs, edges, use_seco
 from autopar.planner.pricing.streams import PhaseStreams, streams
 from autopar.planner.problem.fewer_layers import FewerLayers, with_fewer_layers
 from autopar.planner.problem.variables import Decisions, Use
-from autopar.solver import Edge, Gap, Problem, Run, Solution, Tied, Usage, find_runs, fold, gap_of, highest_point
+from autopar.solver import (
+    Edge,
+    Gap,
+    Problem,
+    Run,
+    Solution,
+    Tied,
+    Usage,
+    find_runs,
+    fold,
+    gap_of,
+    highest_point,
+    shift_of,
+)
 from autopar.solver.clock import tick
 from autopar.solver.problem import IndexArray
 
@@ -174,6 +187,10 @@ class Objective:
         tick("priced use", len(self.decisions.uses))
         return find_runs(Problem(self._option_seconds, edges(self.decisions, self.prices)))
 
+    @cached_property
+    def _shift(self) -> dict[int, int]:
+        return shift_of(self.runs)
+
     @property
     def depth(self) -> int:
         """The number of layers in the longest run of equal ones."""
@@ -255,7 +272,8 @@ class Objective:
         return Problem(
             tuple([own[kind] for kind in variables.of.tolist()]),
             tuple([Edge(use.source, use.target, sent[kind]) for use, kind in joined if use.source != use.target]),
-            trusted=True,  # `_runs` has looked at what is weighted here
+            shift=self._shift,
+            trusted=True,  # `runs` has looked at what is weighted here
         )
 
     @cached_property

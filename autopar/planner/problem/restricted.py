@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import AutoparError
-from autopar.solver import Edge, Gap, Problem, Tied, Usage, solve, sum_of_least
-
-Folding = Callable[[Problem], Tied | None]
-"""A function that ties repeated blocks of a problem together."""
+from autopar.solver import Edge, Gap, Problem, Usage, solve, sum_of_least
 
 Kept = Sequence[npt.NDArray[np.int64]]
 """The options that are left of each node."""
@@ -24,7 +21,6 @@ def solve_sliced(
     time_limit: float,
     backend: str,
     gap: float | Gap,
-    folding: Folding,
     known: Sequence[int] | None = None,
 ) -> tuple[int, ...] | None:
     """Return the best choice among the options ``kept`` of each node; None if there is none or time runs out. It begins
@@ -37,9 +33,7 @@ def solve_sliced(
         return None
     begin = () if known is None else (_among(known, kept, open_nodes),)
     try:
-        found = solve(
-            sliced, time_limit=time_limit, backend=backend, gap=gap, folding=folding, warm_starts=begin
-        ).choice
+        found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, warm_starts=begin).choice
     except AutoparError:
         return None
     choice = np.array([options[0] for options in kept], dtype=np.int64)
@@ -91,4 +85,6 @@ def _sliced(problem: Problem, kept: Kept, open_nodes: Sequence[int]) -> tuple[Pr
         if usage.node not in position:
             used.setdefault((usage.start, usage.end), []).append(float(usage.option[only[usage.node]]))
     usages += [Usage(0, np.full(len(costs[0]), math.fsum(sizes)), *span) for span, sizes in used.items()]
-    return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit, trusted=True), total
+    known = problem.shift
+    shift = known and {position[n]: position[like] for n, like in known.items() if n in position and like in position}
+    return Problem(tuple(costs), tuple(edges), tuple(usages), problem.limit, shift, trusted=True), total

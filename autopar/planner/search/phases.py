@@ -24,7 +24,6 @@ from autopar.planner.search.candidates import Candidate
 from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.rounds import (
     constrained,
-    fold_or_give_up,
     hides_more,
     solve_open,
     solve_round,
@@ -443,19 +442,23 @@ class Joint:
         self, search: Search, state: SearchState, active: ActiveSet, found: Result, until: float
     ) -> Result | None:
         """The shardings of a choice that is over the budget, with other ways to keep, recompute and offload."""
-        assert state.joint is not None
-        decisions = state.joint.decisions
+        objective = state.joint
+        assert objective is not None
+        decisions = objective.decisions
+        still = tuple(sharded_as(decisions, found.solution.choice, decisions))
+        undecided = sum(len(s or v.options) > 1 for s, v in zip(still, decisions.variables, strict=True))
+        if undecided > settings.MOST_UNREPEATED and objective.fold(objective.problem()) is None:
+            return None
         return solve_with_shardings(
             search,
             state,
-            tuple(sharded_as(decisions, found.solution.choice, decisions)),
+            still,
             active.copy(),
             until,
             rounds=settings.REPAIR_ROUNDS,
             gap=settings.REPAIR_GAP,
             equalize=True,
             method=f"{found.solution.method}; repaired",
-            folding=fold_or_give_up,
         )
 
 

@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.errors import SolverError
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import profile
 from autopar.planner.pricing.objective import MAX_SOLVES, Objective
 from autopar.planner.pricing.transfers import FORWARD_PARTS, exposed_seconds, host_usages
-from autopar.planner.problem.restricted import Folding, solve_sliced
+from autopar.planner.problem.restricted import solve_sliced
 from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.search import settings
@@ -22,7 +21,7 @@ from autopar.planner.search.fitting import fitted, scheduled
 from autopar.planner.search.offload_order import offloading_first
 from autopar.planner.search.state import Choice, Result, Search, SearchState
 from autopar.planner.search.two_stage import Open
-from autopar.solver import NO_DUALS, Gap, Problem, Solution, Tied, TraceEntry, fold, peak_usage, relative_gap, solve
+from autopar.solver import NO_DUALS, Gap, Problem, Solution, TraceEntry, peak_usage, relative_gap, solve
 from autopar.solver.clock import now
 
 MOST_SEEDS = 2
@@ -36,9 +35,6 @@ HOST_TIME = 10_000
 
 LEAST_S = 1.0
 """Seconds that a problem with fixed shardings gets at least."""
-
-MOST_UNREPEATED = 3_000
-"""Nodes of a problem without repeated blocks up to which a choice is repaired: 5,414 took longer than a round."""
 
 
 def constrained(
@@ -205,7 +201,6 @@ def solve_with_shardings(
     equalize: bool,
     method: str,
     boundaries: Collection[int] = (),
-    folding: Folding = fold,
     known: Choice | None = None,
 ) -> Result | None:
     """The best way to keep, recompute and offload among the options that are ``still`` open, over some rounds: one that
@@ -225,7 +220,7 @@ def solve_with_shardings(
         # A choice that is over the budget needs another round, however near the best it may be.
         seconds = max((until - now()) * (settings.ROUND_SHARE if left > 1 else 1.0), LEAST_S)
         begin = None if known is None else active.extend_choice(known)
-        choice = solve_open(problem, still, seconds, search.options.solver, enough, folding, begin)
+        choice = solve_open(problem, still, seconds, search.options.solver, enough, begin)
         if choice is None:
             break
         found = search.measure(objective, active.restrict(choice), method, search.budget)
@@ -245,26 +240,13 @@ def solve_open(
     seconds: float,
     backend: str,
     gap: float | Gap,
-    folding: Folding = fold,
     known: Choice | None = None,
 ) -> Choice | None:
     """The best choice among options that are ``still`` open; None where there is none or time is out."""
     every = [np.arange(len(c)) for c in problem.costs]
     kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
     kept += every[len(kept) :]
-    return solve_sliced(problem, kept, seconds, backend, gap, folding, known)
-
-
-def fold_or_give_up(problem: Problem) -> Tied | None:
-    """Repeated blocks tied together; a large problem without such is not worth a repair.
-
-    Raises:
-        SolverError: nothing repeats.
-    """
-    tied = fold(problem)
-    if tied is None and len(problem.costs) > MOST_UNREPEATED:
-        raise SolverError("Nothing repeats.")
-    return tied
+    return solve_sliced(problem, kept, seconds, backend, gap, known)
 
 
 def hides_more(search: Search, state: SearchState, active: ActiveSet, result: Result) -> tuple[bool, SearchState]:

@@ -43,6 +43,9 @@ ROUND_SHARE, LEAST_ROUND = 0.6, 0.5
 """Share of the work left for one round, which is not begun with less than so much of the work of the last one. The
 linear program of blocks cannot be cut short: that of a 70B model on 64 devices took 6 s, and with 1 s tells nothing."""
 
+MOST_UNREPEATED = 3_000
+"""Undecided nodes up to which a choice is repaired where no blocks repeat: 5,414 took longer than a round."""
+
 REPAIR_ROUNDS, KNOWN_ROUNDS = 2, 4
 """Rounds with fixed shardings: to repair one choice, and for a known way to train."""
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.solver.blocks.repetition import Run
-from autopar.solver.problem import Array, Edge, IndexArray, Problem, Usage
+from autopar.solver.problem import NO_SHIFT, Array, Edge, IndexArray, Problem, Usage
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,5 +206,5 @@ def tie(parts: Parts) -> Tied:
         Edge(int(ends[e.u]) if e.u < len(ends) else e.u, int(ends[e.v]) if e.v < len(ends) else e.v, e.cost)
         for e in edges
     ]
-    problem = Problem(tuple(costs), tuple(edges), tuple(usages), parts.whole.limit, trusted=True)
+    problem = Problem(tuple(costs), tuple(edges), tuple(usages), parts.whole.limit, NO_SHIFT, trusted=True)
     return Tied(parts, problem, ends, tuple(places))

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from heapq import heappop, heappush
+from itertools import count, pairwise, zip_longest
 
 import numpy as np
 
@@ -29,7 +30,11 @@ MOST_ROWS = 8
 
 MOST_SHIFTS = 5
 COVERAGE = 0.75
-"""A shift whose runs hold this share of the nodes is taken without trying others."""
+"""A shift whose runs repeat this share of the nodes is taken without trying others."""
+
+RADIUS = 2
+"""Edges around two nodes that are compared: with 1 less is found of Marian, whose decoder looks much like its encoder;
+with 2 to 8 the same is found in it and seven others."""
 
 LEAST_SHARE = 0.05
 """Of all nodes, in runs that are worth another look at what is left."""
@@ -55,20 +60,33 @@ class Run:
 @dataclass
 class _Network:
     """Labels of nodes by equal costs and usages, and for each node its edges as (matrix, side, neighbour) in order, and
-    its look: a number for its label and the kinds of its edges."""
+    its look: a number for its label and the kinds of its edges.
+
+    ``regions``: numbers for all that is to be seen within 0, 1, ... edges of each node (colour refinement: Weisfeiler
+    and Leman 1968).
+    """
 
     labels: list[int]
     around: list[list[tuple[int, int, int]]]
     looks: list[int]
     sizes: list[int]
+    regions: list[list[int]]
+
+    def agreement(self, node: int, image: int) -> int:
+        """How many edges far the surroundings of two nodes are alike."""
+        return next((r for r, region in enumerate(self.regions) if region[node] != region[image]), len(self.regions))
 
 
 def find_runs(problem: Problem) -> tuple[Run, ...]:
     """Runs of at least ``MIN_COPIES`` equal blocks; empty where nothing repeats."""
+    if problem.shift is not None and not problem.shift:
+        return ()
     tick("node of runs", len(problem.costs))
     network = _network(problem)
     runs: list[Run] = []
     left = set(range(len(problem.costs)))
+    if problem.shift:
+        return tuple(_runs_of(network, _grow(network, problem.shift.items(), left)))
     while len(left) >= LEAST_SHARE * len(problem.costs):
         found = _longest_runs(network, left)
         runs += found
@@ -110,7 +128,19 @@ def _network(problem: Problem) -> _Network:
         known.setdefault((label, tuple([(matrix, side) for matrix, side, _ in entries])), len(known))
         for label, entries in zip(labels, around, strict=True)
     ]
-    return _Network(labels, around, looks, [len(cost) for cost in problem.costs])
+    return _Network(labels, around, looks, [len(cost) for cost in problem.costs], _regions(looks, around))
+
+
+def _regions(looks: list[int], around: list[list[tuple[int, int, int]]]) -> list[list[int]]:
+    regions = [looks]
+    for _ in range(RADIUS):
+        inner, known = regions[-1], dict[object, int]()
+        seen = (
+            (look, tuple(sorted([(matrix, side, inner[other]) for matrix, side, other in entries])))
+            for look, entries in zip(inner, around, strict=True)
+        )
+        regions.append([known.setdefault(region, len(known)) for region in seen])
+    return regions
 
 
 def _longest_runs(network: _Network, left: Collection[int]) -> list[Run]:
@@ -121,11 +151,20 @@ def _longest_runs(network: _Network, left: Collection[int]) -> list[Run]:
         if any(shift.get(members[0]) == members[1] for shift in tried):
             continue
         tried.append(_grow(network, zip(members, members[1:], strict=False), left))
-        components = _components(network, _orbits(tried[-1]))
-        best = max(best, [run for c in components for run in _runs(network, c)], key=_repeated)
-        if len(tried) == MOST_SHIFTS or _size(best) >= COVERAGE * len(left):
+        best = max(best, _runs_of(network, tried[-1]), key=_repeated)
+        if len(tried) == MOST_SHIFTS or _repeated(best) >= COVERAGE * len(left):
             break
     return best
+
+
+def _runs_of(network: _Network, shift: dict[int, int]) -> list[Run]:
+    return [run for component in _components(network, _orbits(shift)) for run in _runs(network, component)]
+
+
+def shift_of(runs: Iterable[Run]) -> dict[int, int]:
+    """The nodes of all blocks but the last of each run, and their likes one block further on."""
+    blocks = (pair for run in runs for pair in pairwise(run.copies.tolist()))
+    return {node: like for block, following in blocks for node, like in zip(block, following, strict=True)}
 
 
 def _size(runs: Sequence[Run]) -> int:
@@ -134,36 +173,51 @@ def _size(runs: Sequence[Run]) -> int:
 
 
 def _repeated(runs: Sequence[Run]) -> int:
-    """Nodes of all blocks but the first of each run: blocks of two layers are no better than those of one."""
-    return _size(runs) - sum(int(run.copies.shape[1]) for run in runs)
+    """Nodes of all layers but the first of each run: without it, blocks of twice the size would count as much."""
+    return _size(runs) - sum(int(run.copies.shape[1]) // run.layers for run in runs)
 
 
-def _classes(network: _Network, left: Collection[int]) -> list[list[int]]:
-    """Classes of nodes that look alike: one of each size, the commonest sizes first, then another of each."""
+def _classes(network: _Network, left: Collection[int]) -> list[tuple[int, ...]]:
+    """Classes of nodes that look alike, and of those that do so with all around them, in turns: one of each size, the
+    commonest sizes first, then another of each."""
+    turns = zip_longest(*(_by_size(region, left) for region in (network.looks, network.regions[-1])))
+    return list(dict.fromkeys(members for turn in turns for members in turn if members is not None))
+
+
+def _by_size(looks: Sequence[int], left: Collection[int]) -> list[tuple[int, ...]]:
     classes: dict[int, list[int]] = {}
     for node in sorted(left):
-        classes.setdefault(network.looks[node], []).append(node)
-    by_size: dict[int, list[list[int]]] = {}
+        classes.setdefault(looks[node], []).append(node)
+    sizes: dict[int, list[tuple[int, ...]]] = {}
     for members in classes.values():
         if len(members) >= MIN_COPIES:
-            by_size.setdefault(len(members), []).append(members)
-    groups = sorted(by_size.values(), key=lambda group: (-len(group), group))
+            sizes.setdefault(len(members), []).append(tuple(members))
+    groups = sorted(sizes.values(), key=lambda group: (-len(group), group))
     return [members for turn in zip_longest(*groups) for members in turn if members is not None]
 
 
 def _grow(network: _Network, seeds: Iterable[tuple[int, int]], left: Collection[int]) -> dict[int, int]:
     """Extend seed pairs to all pairs that equal edges lead to; the first to claim a node keeps it.
 
-    A seed comes when nothing else is certain: where nodes of the forward and of the backward look alike, some seeds
-    lead from one to the other. What all blocks read has many edges of one kind, which tell least.
+    Pairs whose surroundings are alike furthest come first: a stack of layers looks at its ends like what comes before
+    or after it, as the last layer of an encoder like the first of the decoder. Of these, what is certain comes before
+    seeds: where nodes of the forward and of the backward look alike, some seeds lead from one to the other. What all
+    blocks read has many edges of one kind, which tell least.
     """
+    tick("node of runs", len(left))
     shift: dict[int, int] = {}
     taken: set[int] = set()
+    waiting: list[tuple[int, int, int, int, int]] = []
+    order = count()
+
+    def wait(node: int, image: int, doubt: int) -> None:
+        heappush(waiting, (-network.agreement(node, image), doubt, next(order), node, image))
+
+    for node, image in seeds:
+        wait(node, image, 1)
     labels, around, looks = network.labels, network.around, network.looks
-    certain: deque[tuple[int, int]] = deque()
-    waiting, uncertain = deque(seeds), deque[tuple[int, int]]()
-    while certain or waiting or uncertain:
-        node, image = (certain or waiting or uncertain).popleft()
+    while waiting:
+        *_, node, image = heappop(waiting)
         if node in shift or image in taken or labels[node] != labels[image]:
             continue
         if node not in left or image not in left:
@@ -172,7 +226,7 @@ def _grow(network: _Network, seeds: Iterable[tuple[int, int]], left: Collection[
         taken.add(image)
         for p, q, only in _pairs(around[node], around[image], looks[node] == looks[image]):
             if p != q and p not in shift and q not in taken:
-                (certain if only else uncertain).append((p, q))
+                wait(p, q, 0 if only else 2)
     return shift
 
 
@@ -277,23 +331,22 @@ def _runs_in_window(network: _Network, window: _Component, first: int, last: int
         for c, (begin, chain) in enumerate(zip(window.begins, window.orbits, strict=True))
         for t, node in enumerate(chain)
     }
-    looks = [_row(network, window, place, row) for row in range(first, last)]
+    rows = range(first, last)
+    looks = [_row(network, window, place, row, rows) for row in rows]
     runs = []
     for start, end, period in _stretches(looks):
-        rows = np.array(
-            [
-                [chain[row - b] for b, chain in zip(window.begins, window.orbits, strict=True)]
-                for row in range(first + start, first + end)
-            ]
+        copies = np.array(
+            [[chain[row - b] for b, chain in zip(window.begins, window.orbits, strict=True)] for row in rows[start:end]]
         )
-        runs.append(Run(rows.reshape((end - start) // period, -1), period))
+        runs.append(Run(copies.reshape((end - start) // period, -1), period))
     return runs
 
 
 def _row(
-    network: _Network, component: _Component, place: dict[int, tuple[int, int]], row: int
+    network: _Network, component: _Component, place: dict[int, tuple[int, int]], row: int, rows: range
 ) -> tuple[object, ...] | None:
-    """All that two equal rows have in common; None when an edge leads further than the next row."""
+    """All that two equal rows have in common; None when an edge leads further than the next row, but for one out of
+    ``rows``: what all blocks read may look like a node of theirs."""
     look: list[object] = []
     for c, (begin, chain) in enumerate(zip(component.begins, component.orbits, strict=True)):
         node = chain[row - begin]
@@ -303,7 +356,9 @@ def _row(
             column, there = place.get(other, (-1, other))
             distance = there - row if column >= 0 else other
             if column >= 0 and abs(distance) > 1:
-                return None
+                if there in rows:
+                    return None
+                column, distance = -1, other
             entries.append((matrix, side, column, distance))
         entries.sort()
         look.append((c, tuple(entries)))

@@ -8,7 +8,7 @@ import numpy as np
 
 from autopar.errors import AutoparError
 from autopar.solver.dual.search import Search
-from autopar.solver.problem import Edge, Problem, Solution, Usage
+from autopar.solver.problem import NO_SHIFT, Edge, Problem, Solution, Usage
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.settings import PARTS
@@ -111,4 +111,4 @@ def _part_problem(graph: Graph, search: Search, part: list[int]) -> Problem:
     for time in np.flatnonzero(room < limit).tolist():
         usages.append(Usage(len(costs), np.array([limit - room[time]]), time, time + 1))
         costs.append(np.zeros(1))
-    return Problem(tuple(costs), tuple(edges), tuple(usages), limit if len(room) else np.inf)
+    return Problem(tuple(costs), tuple(edges), tuple(usages), limit if len(room) else np.inf, NO_SHIFT)
