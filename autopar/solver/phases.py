@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from autopar.errors import InfeasibleError
-from autopar.solver.blocks.blocks_linear import RATE, relax_blocks
+from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import BeginPart, solve_folded
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.dual import linear
@@ -26,7 +26,6 @@ from autopar.solver.integer.ilp import (
     Model,
     begins_slow,
     build,
-    flow_count,
     is_slow,
     is_small,
     usage_entries,
@@ -260,18 +259,14 @@ class LinearProgram:
 
     name: ClassVar[str] = "linear program"
     share: float = 0.2
-    nearest: float = 0.08
-    """Of the flows, where only the nearest columns are in the program: one of 840 thousand took 1.6 s."""
 
     def applies(self, state: State) -> bool:
-        if not linear.applies(state.graph, state.backend) or not state.exact:
+        graph = state.graph
+        if not graph.nodes() or state.backend != "highs" or not (state.exact or not len(graph.limits)):
             return False
-        if usage_entries(state.graph) > MAX_USAGE_ENTRIES:
+        if usage_entries(graph) > MAX_USAGE_ENTRIES:
             return False
-        flows = flow_count(state.graph, linear.MAX_FLOWS)
-        whole = flows if flows <= linear.MANY_FLOWS else self.nearest * flows
-        expected = RATE * whole**2
-        return flows <= linear.MAX_FLOWS and expected <= self.share * state.incumbent.seconds_left()
+        return linear.expected_seconds(graph) <= self.share * state.incumbent.seconds_left()
 
     def run(self, state: State) -> None:
         state.use(self.name)
@@ -298,7 +293,7 @@ class Prices:
 
     def applies(self, state: State) -> bool:
         if not state.limited:
-            return len(state.graph.nodes()) >= self.least_nodes and state.may_search()
+            return not state.relaxed and len(state.graph.nodes()) >= self.least_nodes and state.may_search()
         if not state.may_search() or not len(state.plain.limits):
             return False
         return not state.relaxed or not is_small(state.graph, self.least_flows)
@@ -417,14 +412,7 @@ class SolveParts:
         state.use(self.name)
 
         def solve_part(part: Problem, seconds: float, warm: Sequence[int]) -> Solution:
-            return solve(
-                part,
-                time_limit=seconds,
-                backend=state.backend,
-                gap=incumbent.gap,
-                warm_starts=[warm],
-                folding=_unfolded,
-            )
+            return solve(part, time_limit=seconds, backend=state.backend, gap=incumbent.gap, warm_starts=[warm])
 
         improve_parts(graph, incumbent, solve_part)
 
@@ -471,10 +459,6 @@ def run_phases(phases: Sequence[Phase], state: State) -> None:
             break
         finally:
             incumbent.note()
-
-
-def _unfolded(_: Problem) -> None:
-    """Parts are small."""
 
 
 def _finish(state: State) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.solver import evaluate
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import fold
+from autopar.solver.dual import linear, nearest
 from autopar.solver.integer import highs
 from autopar.solver.integer.basis import carried
 from autopar.solver.integer.ilp import build
@@ -71,6 +73,21 @@ def test_the_bound_lies_below_the_optimum_and_choices_keep_to_the_limit(seed: in
     if found.choice is not None:
         assert evaluate(problem, found.choice) == (pytest.approx(found.objective), True)
         assert found.objective >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_options_of_a_known_choice_are_enough(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where copies choose differently, which are one block of the program."""
+    problem = chain(np.random.default_rng(seed), 8, width=1, options=3, hub=True, limit=20.0)
+    best = brute_force(problem)
+    incumbent, tied = Incumbent(problem, 60.0, 1e-9, None), fold(problem)
+    assert tied is not None
+    incumbent.offer(best.choice, "known")
+    monkeypatch.setattr(linear, "MANY_FLOWS", -1)
+    monkeypatch.setattr(nearest, "SHARE", 0.0)
+    monkeypatch.setattr(nearest, "ROUNDS", 1)
+    relax_blocks(incumbent, tied.parts, 60.0)
+    assert -math.inf < incumbent.expected <= best.objective * (1 + 1e-7) + 1e-9
 
 
 def test_one_like_it_may_begin_where_another_ended() -> None:

@@ -29,7 +29,7 @@ def relaxed(problem: Problem) -> Incumbent:
     try:
         graph = Graph(problem)
         reduce(graph, WorkBudget(1e6))
-        if linear.applies(graph, "highs"):
+        if graph.nodes():
             linear.relax(graph, incumbent, 30.0)
     except InfeasibleError:
         incumbent.raise_bound(incumbent.objective)
@@ -37,7 +37,7 @@ def relaxed(problem: Problem) -> Incumbent:
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems(limited=True))
+@given(problems())
 def test_bound_and_choices_enclose_the_optimum(problem: Problem) -> None:
     found = relaxed(problem)
     try:
@@ -51,6 +51,18 @@ def test_bound_and_choices_enclose_the_optimum(problem: Problem) -> None:
         assert found.objective >= best.objective * (1 - 1e-7) - 1e-12
     assert solved.objective == pytest.approx(best.objective, rel=1e-6, abs=1e-12)
     assert peak_usage(problem, solved.choice) <= problem.limit * (1 + 1e-6)
+
+
+def test_without_a_limit_it_settles_what_is_too_wide_to_eliminate() -> None:
+    random, side = np.random.default_rng(0), 16
+    costs = tuple(random.random(4) for _ in range(side * side))
+    pairs = [(i, i + 1) for i in range(side * side) if (i + 1) % side] + [
+        (i, i + side) for i in range(side * (side - 1))
+    ]
+    mismatch = 1.0 - np.eye(4)
+    found = solve(Problem(costs, tuple(Edge(u, v, 0.2 * mismatch) for u, v in pairs)), gap=1e-6)
+    assert found.proven
+    assert "linear program" in found.method
 
 
 def knapsack(nodes: int = 40) -> Problem:

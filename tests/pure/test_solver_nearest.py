@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -38,9 +38,9 @@ def every_program_has_many_columns() -> Iterator[None]:
         yield
 
 
-def relaxed(graph: Graph, gap: float = 1e-6) -> Relaxed | None:
+def relaxed(graph: Graph, gap: float = 1e-6, taken: Iterable[Mapping[int, int]] = ()) -> Relaxed | None:
     known = np.zeros(len(graph.limits))
-    return relax_nearest(graph, (), magnitude_of(graph, math.inf), known, gap, lambda: FOREVER_S)
+    return relax_nearest(graph, (), magnitude_of(graph, math.inf), known, taken, gap, lambda: FOREVER_S)
 
 
 @settings(max_examples=150)
@@ -74,6 +74,24 @@ def test_the_bound_holds_and_the_optimum_is_no_better_than_with_all_columns(prob
     taken = graph.project(best.choice)
     dearest = max(found.bound + far[taken[node]] for node, far in found.reduced.items())
     assert dearest <= best.objective * (1 + 1e-7) + 1e-9, "no option is told to be dearer than a choice that has it"
+
+
+@settings(max_examples=60)
+@given(problems(limited=True))
+def test_a_known_choice_is_in_every_program(problem: Problem) -> None:
+    try:
+        graph = Graph(problem)
+        drop_forbidden(graph)
+        best = brute_force(problem)
+    except InfeasibleError:
+        return
+    if not len(graph.limits):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nearest, "SHARE", 0.0)
+        found = relaxed(graph, taken=[graph.project(best.choice)])
+    assert found is not None
+    assert found.optimum <= best.objective * (1 + 1e-7) + 1e-9
 
 
 @settings(max_examples=60)

@@ -14,12 +14,14 @@ that are used, where some copies take one and the others another.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+import numpy as np
 
 from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.parts import Parts
-from autopar.solver.dual.linear import MAX_FLOWS, WORK, search_near, solve_relaxed
+from autopar.solver.dual.linear import WORK, expected_seconds, search_near, solve_relaxed
 from autopar.solver.integer.equations import Equations
-from autopar.solver.integer.ilp import flow_count
 from autopar.solver.problem import Edge, IndexArray, Problem, Usage
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
@@ -29,10 +31,6 @@ from autopar.solver.reduce.reductions import reduce
 ROUGH, RAISING_SHARE = 0.03, 0.15
 """A bound that was told by the nearest columns alone is raised until it rises by less than the one, of the gap, or the
 other of the time is over."""
-
-
-RATE = 2.5e-10
-"""Seconds, for the square of the flows: programs of 35 and 450 thousand took .3 and 46 s."""
 
 
 def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: float = math.inf) -> None:
@@ -48,9 +46,10 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: f
     together, first = _together(parts)
     graph = Graph(together, _kept(parts, first), averaged=range(min(first), len(together.costs)))
     reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > deadline))
-    if expected < math.inf and RATE * flow_count(graph, MAX_FLOWS) ** 2 > expected:
+    if expected < math.inf and expected_seconds(graph) > expected:
         return
-    found = solve_relaxed(graph, incumbent, deadline, _equations(parts, first))
+    known = () if incumbent.choice is None else _each_copy(parts, np.array(incumbent.choice))
+    found = solve_relaxed(graph, incumbent, deadline, known, _equations(parts, first))
     if found is None:
         return
     incumbent.raise_bound(found.bound if incumbent.choice is None else min(found.bound, incumbent.objective))
@@ -83,6 +82,25 @@ def _kept(parts: Parts, first: list[int]) -> set[int]:
         for ghost, node in block.outer:
             kept |= {ghost + at, node}
     return kept
+
+
+def _each_copy(parts: Parts, choice: IndexArray) -> Iterable[tuple[int, ...]]:
+    """A choice of the whole problem as choices of the ends and of each copy in turn, whose average it is."""
+    ends = np.zeros(len(parts.ends.costs), dtype=np.int64)
+    ends[: len(parts.explicit)] = choice[parts.explicit]
+    copies = []
+    for block in parts.blocks:
+        rows = np.zeros((block.count, len(block.problem.costs)), dtype=np.int64)
+        rows[:, : block.copies.shape[1]] = choice[block.copies]
+        for column, ghost, before, behind in block.seams:
+            rows[1:, ghost], rows[0, ghost], ends[behind] = rows[:-1, column], ends[before], rows[-1, column]
+        for ghost, node in block.outer:
+            rows[:, ghost] = ends[node]
+        copies.append(rows)
+    most = max(map(len, copies))
+    return dict.fromkeys(
+        (*ends.tolist(), *(o for rows in copies for o in rows[j % len(rows)].tolist())) for j in range(most)
+    )
 
 
 def _owners(parts: Parts, first: list[int]) -> dict[int, IndexArray]:

@@ -30,9 +30,10 @@ LEAST_COPIES = 2 * MARGIN + 3
 SHARES = (0.4, 0.4, 0.6)
 """Of the time left, for each round of a better choice and a better bound; the first is by message passing alone."""
 
-LINEAR_SHARE = 0.7
-"""Of the time left, that the linear program of blocks may take where message passing is not enough: of GPT-2 XL on two
-axes it left 33 %, after 2 s or after 20, and that program, in 4 s, 3 %."""
+LINEAR_SHARE = 0.25
+"""Of the time left, that the linear program of blocks may take. Of GPT-2 XL on two axes it left 3 %, in 4 s, and
+message passing 33 %, after 2 s or after 20. With .7 one weighting of the paths of HuBERT XL took all the time, and what
+several tell is worth more."""
 
 LEAST_SAVED = 0.2
 """Of the nodes, those that folding must save to be worth it."""
@@ -91,25 +92,22 @@ def solve_folded(
         linear: whether linear programs can be solved.
     """
     size.update({f"folded_{name}": count for name, count in tied.problem.size().items()})
-    folding = _Folding(incumbent, tied, begin_part, size)
+    folding = _Folding(incumbent, tied, begin_part, size, linear)
     with contextlib.suppress(InfeasibleError):
         for turn, share in enumerate(SHARES):
             if incumbent.proven() or incumbent.seconds_left() <= 0:
                 break
-            if turn == 1 and linear:
-                seconds = LINEAR_SHARE * incumbent.seconds_left()
-                relax_blocks(incumbent, tied.parts, seconds, expected=seconds)
-                if incumbent.proven():
-                    break
             folding.turn(share * incumbent.seconds_left(), exact=turn > 0)
 
 
 class _Folding:
     """The tied problem, its best choice so far, and the bound."""
 
-    def __init__(self, incumbent: Incumbent, tied: Tied, begin_part: BeginPart, size: dict[str, int]) -> None:
+    def __init__(
+        self, incumbent: Incumbent, tied: Tied, begin_part: BeginPart, size: dict[str, int], linear: bool
+    ) -> None:
         self.incumbent, self.tied, self.size = incumbent, tied, size
-        self.begin_part = begin_part
+        self.begin_part, self.linear = begin_part, linear
         self.bounds = Bounds(tied.parts, UsagePrices())
 
     @cached_property
@@ -137,10 +135,14 @@ class _Folding:
     def turn(self, seconds: float, *, exact: bool) -> None:
         """A better choice and a better bound, each in half of the time. A bound comes first, so that no choice is
         looked for that is much better than it has to be. What local search finds near the known ones comes before that:
-        it leaves less to bound, and is often good enough."""
+        it leaves less to bound, and is often good enough. So does the linear program of blocks, where it is quick."""
         if not exact:
             self._tied_choice(seconds / 4, exact=False, aim=math.inf)
-            self._raise_bound(seconds / 2, ROUGH)
+            if self.linear:
+                most = LINEAR_SHARE * self.incumbent.seconds_left()
+                relax_blocks(self.incumbent, self.tied.parts, most, expected=most)
+            if not self.incumbent.proven():
+                self._raise_bound(seconds / 2, ROUGH)
             if self.incumbent.proven():
                 return
         self._tied_choice(seconds / 2, exact=exact)

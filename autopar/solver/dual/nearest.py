@@ -10,7 +10,7 @@ any prices: Geoffrion 1974). Where that is too far, the options that are nearest
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +66,13 @@ class Relaxed:
 
 
 def relax_nearest(
-    graph: Graph, equations: Equations, magnitude: float, known: Array, gap: float, seconds_left: Callable[[], float]
+    graph: Graph,
+    equations: Equations,
+    magnitude: float,
+    known: Array,
+    taken: Iterable[Mapping[int, int]],
+    gap: float,
+    seconds_left: Callable[[], float],
 ) -> Relaxed | None:
     """The linear program of ``graph`` to within ``gap``, or as near as it comes in a few rounds; None where there is no
     time for one, or the nearest options allow nothing.
@@ -74,14 +80,18 @@ def relax_nearest(
     Args:
         magnitude: of the objective, in seconds.
         known: prices of the limit at a similar optimum; zeros where there are none.
+        taken: options of known choices, which are in every program: so it allows something, and ends no higher.
     """
     whole = magnitude / np.maximum(graph.limits, 1e-300)
     first = known if known.any() else FIRST_PRICE * whole
     distance = _nearest(*(_told(graph, prices, seconds_left) for prices in (0.0 * whole, first)))
     relaxed: Relaxed | None = None
+    used = {node: np.zeros(len(graph.costs[node]), dtype=bool) for node in graph.nodes()}
+    for choice in taken:
+        for node, option in choice.items():
+            used[node][option] = True
     solved, share = 0, SHARE
     while solved < ROUNDS and seconds_left() > 0:
-        used = {} if relaxed is None else {node: value > USED for node, value in relaxed.values.items()}
         part = _of_nearest(graph, distance, used, share)
         plain = build(part, magnitude)
         model = coupled(plain, part, equations)
@@ -104,6 +114,7 @@ def relax_nearest(
         bound = bound if relaxed is None else max(bound, relaxed.bound)
         distance = {node: np.maximum(marginal - bound, 0.0) for node, marginal in least.items()}
         relaxed = Relaxed(optimum, bound, values, distance, prices)
+        used = {node: used[node] | (value > USED) for node, value in values.items()}
         if optimum - bound <= gap * abs(optimum):
             break
     return relaxed
@@ -137,7 +148,7 @@ def _of_nearest(graph: Graph, distance: Marginals, used: Mapping[int, npt.NDArra
     for node, far in distance.items():
         if node not in graph.protected:
             near = (far <= reach) | (far == far.min())
-            part.keep(node, near | used[node] if node in used else near)
+            part.keep(node, near | used[node])
     return part
 
 
