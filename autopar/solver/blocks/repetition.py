@@ -167,14 +167,9 @@ def shift_of(runs: Iterable[Run]) -> dict[int, int]:
     return {node: like for block, following in blocks for node, like in zip(block, following, strict=True)}
 
 
-def _size(runs: Sequence[Run]) -> int:
-    """Nodes of all blocks."""
-    return sum(int(run.copies.size) for run in runs)
-
-
 def _repeated(runs: Sequence[Run]) -> int:
-    """Nodes of all layers but the first of each run: without it, blocks of twice the size would count as much."""
-    return _size(runs) - sum(int(run.copies.shape[1]) // run.layers for run in runs)
+    """Nodes of all layers but the first of each run: with it, blocks of twice the size would count as much."""
+    return sum(int(run.copies.size - run.copies.shape[1] // run.layers) for run in runs)
 
 
 def _classes(network: _Network, left: Collection[int]) -> list[tuple[int, ...]]:
