@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,27 @@ def test_one_phase_more_never_makes_the_plan_worse(name: str, mesh: tuple[int, .
 def test_more_work_never_gives_a_worse_plan(name: str, mesh: tuple[int, ...], share: float) -> None:
     costs = [planned(name, mesh, share, time_limit_s=seconds).solution.objective for seconds in (4.0, 16.0, 64.0)]
     assert all(after <= before * (1 + 1e-9) for before, after in zip(costs, costs[1:], strict=False))
+
+
+@pytest.mark.parametrize(("limit_s", "limits"), [(10, [10]), (60, [60]), (150, [60, 150]), (400, [60, 120, 400])])
+def test_more_time_goes_on_from_what_less_time_finds(limit_s: float, limits: list[float]) -> None:
+    assert searching._limits(limit_s) == limits
+
+
+@pytest.mark.parametrize(("name", "mesh", "share"), [*CASES, ("gpt2", (2, 2), None)])
+def test_a_search_of_twice_the_limit_finds_what_the_shorter_one_does(
+    name: str, mesh: tuple[int, ...], share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans of the shorter search come first, and the last step is no longer."""
+    monkeypatch.setattr(settings, "FIRST_LIMIT_S", 1.0)
+    run = {"gap": 0.0, "training_steps": math.inf}
+    plans = [planned(name, mesh, share, time_limit_s=seconds, **run) for seconds in (1.0, 2.0, 4.0)]
+    for shorter, longer in pairwise(plans):
+        assert [(r.phase, r.cost) for r in shorter.trace] == [
+            (r.phase, r.cost) for r in longer.trace[: len(shorter.trace)]
+        ]
+        assert longer.timeline.seconds <= shorter.timeline.seconds * (1 + 1e-9)
+        assert longer.solution.lower_bound >= shorter.solution.lower_bound * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("name", "mesh", "share"), CASES)

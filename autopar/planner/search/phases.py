@@ -72,7 +72,7 @@ class Free:
         tight = bool(search.baselines) and search.fitting_way is None
         began = now()
         enough = until if search.budget == math.inf else began + settings.FREE_SHARE * (until - began)
-        seeds = tuple(b.choice for b in search.baselines)
+        seeds = (*_choices(state.best, search.objective), *(b.choice for b in search.baselines))
         gap = state.wanted_gap(search)
         coarse_at = began + settings.FREE_FINE_SHARE * (until - began)
 
@@ -91,7 +91,7 @@ class Free:
         bound = free.solution.lower_bound
         if search.budget < free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget:
             free = _arranged(search, free)
-        state = replace(state, free=free, free_s=now() - began, bound=bound)
+        state = replace(state, free=free, free_s=now() - began, bound=max(bound, state.bound))
         state = replace(state, hideable_s=forward_seconds(free.program))
         return state.with_plan(search, free)
 

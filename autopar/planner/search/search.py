@@ -152,10 +152,14 @@ def _planned(
     objective.problem()
     built = time.perf_counter()
     report("baselines")
-    work_s = WORK_SHARE * options.time_limit_s
-    emitting_s = min(settings.EMITTING_TIMES * (now() - began), settings.EMITTING_SHARE * work_s)
-    keep_back(emitting_s)
-    compared = _compared(objective, options) if compare else []
+    ready_s = now() - began
+
+    def emitting_s(limit_s: float) -> float:
+        return min(settings.EMITTING_TIMES * ready_s, settings.EMITTING_SHARE * WORK_SHARE * limit_s)
+
+    limits = _limits(options.time_limit_s)
+    keep_back(emitting_s(limits[-1]))
+    compared = _compared(objective, replace(options, time_limit_s=limits[0])) if compare else []
     search = Search(
         graph,
         objective,
@@ -164,13 +168,21 @@ def _planned(
         report,
         with_reruns=lambda: decided(recompute=True),
         began=began,
-        ends=began + work_s - emitting_s,
+        ends=began,
         baselines=sorted(compared, key=lambda b: b.objective),
     )
+    search.timings["strategies"] = listed - started
     search.timings["build"] = built - listed
     search.timings["baselines"] = time.perf_counter() - built
-    state = run_phases(search, SearchState(), phases)
-    search.timings["strategies"] = listed - started
+    state = SearchState()
+    for limit_s in limits:
+        if limit_s > limits[0]:
+            if state.is_done(search):
+                break
+            state = state.with_more_time(shortest(search, state) if state.best is not None else None)
+        ends = began + WORK_SHARE * limit_s - emitting_s(limit_s)
+        search = replace(search, options=replace(options, time_limit_s=limit_s), ends=ends)
+        state = run_phases(search, state, phases)
 
     def planned(best: Candidate) -> Planned:
         looked_at = [b for b in search.baselines if options.compare or "candidate" in vars(b)]
@@ -191,6 +203,17 @@ def _planned(
     except InfeasibleError as error:
         error.leanest = lambda: planned(leanest(search, state))
         raise
+
+
+def _limits(limit_s: float) -> list[float]:
+    """Limits up to ``limit_s``, each at least twice the last one, for one of which after the other the phases are run.
+    They share out the time that there is, so that with more they come to other plans, which may be worse: this way the
+    search finds first what it finds within half of its limit."""
+    found, each = [], settings.FIRST_LIMIT_S
+    while 2 * each <= limit_s:
+        found.append(each)
+        each *= 2
+    return [*found, limit_s]
 
 
 def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> SearchState:
@@ -273,7 +296,7 @@ def choose(search: Search, state: SearchState) -> Candidate:
     search.report("collectives")
     own = shortest(search, state)
     fitting = list(_fitting(search, own.arranged_s, own.solution.objective))
-    candidates = [own, *fitting]
+    candidates = [own, *state.earlier, *fitting]
     if not undominated(candidates, fitting, search.options.gap) and now() < search.ends:
         candidates += sharing_launches(search, state, fitting)
     best = settled(candidates, fitting, search.options.gap)

@@ -180,6 +180,7 @@ class SearchState:
         near: choices of the joint problem that cost less than the best plan, and hold more than the budget.
         points: program points at which choices of the joint problem were found to hold more than the budget.
         duals: those of the last solve.
+        earlier: the best plan each time that the limit was raised.
         trace: a record for each phase.
         used_up: whether the last phase used all the work that it was given.
     """
@@ -199,6 +200,7 @@ class SearchState:
     near: tuple[Choice, ...] = ()
     points: frozenset[ProgramPoint] = frozenset()
     duals: Duals = NO_DUALS
+    earlier: tuple[Candidate, ...] = ()
     trace: tuple[SearchRecord, ...] = ()
     used_up: bool = False
 
@@ -222,6 +224,11 @@ class SearchState:
         if found.memory.peak_bytes <= search.budget and _rank(found) not in map(_rank, self.plans):
             state = replace(state, plans=tuple(sorted((*self.plans, found), key=_rank)))
         return state
+
+    def with_more_time(self, best: Candidate | None) -> SearchState:
+        """For phases that go on: also with the optimum without a budget, where that is the plan."""
+        earlier = self.earlier if best is None else (*self.earlier, best)
+        return replace(self, free=None if self.joint is None else self.free, earlier=earlier)
 
     def free_comes_first(self, search: Search) -> bool:
         """Whether the optimum without a budget is given, or holds so little beyond it, that its shardings are tried
