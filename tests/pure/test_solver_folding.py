@@ -21,6 +21,7 @@ from autopar.solver.blocks.relaxation import Prices, Relaxation
 from autopar.solver.blocks.repetition import find_runs, shift_of
 from autopar.solver.integer import highs
 from autopar.solver.phases import FLAT, State, run_phases
+from autopar.solver.reduce import minimum_cut
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.minimum_cut import least_crossing
 from tests.brute_force import brute_force
@@ -250,6 +251,9 @@ class TestMinimumCut:
 
         best = min(crossing(begins) for begins in np.ndindex(5, 5, 5, 5))
         assert crossing(least_crossing([0, 0, 0, 0], links)) == best
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(minimum_cut, "MOST_VISITS", int(random.integers(0, 20)))
+            assert best <= crossing(least_crossing([0, 0, 0, 0], links)) <= crossing([0, 0, 0, 0])
 
 
 class TestParts:

@@ -14,21 +14,27 @@ Link = tuple[int, int, int, int]
 
 ROUNDS = 50
 
+MOST_VISITS = 500_000
+"""Visits of columns by augmenting paths, over all moves, after which columns stay where they are: those of ten networks
+took up to 271,000, and one table of Demucs, in which nothing repeats, 56 s."""
+
 
 def least_crossing(begins: Sequence[int], links: Sequence[Link]) -> list[int]:
-    """The beginnings of the columns that make the weighted sum of row distances least."""
-    placed = list(begins)
+    """The beginnings of the columns that make the weighted sum of row distances least, or as small as it gets within
+    ``MOST_VISITS``."""
+    placed, left = list(begins), MOST_VISITS
     for _ in range(ROUNDS):
-        moved = _best_move(placed, links)
-        if not moved:
+        moved, visits = _best_move(placed, links, left)
+        left -= visits
+        if not moved or left < 0:
             break
         for column in moved:
             placed[column] += 1
     return placed
 
 
-def _best_move(begins: Sequence[int], links: Sequence[Link]) -> set[int]:
-    """The columns to move one row on; empty when no move lowers the sum."""
+def _best_move(begins: Sequence[int], links: Sequence[Link], most: int) -> tuple[set[int], int]:
+    """The columns to move one row on, and the visits that took; none when no move lowers the sum."""
     source, sink = len(begins), len(begins) + 1
     capacity: list[dict[int, int]] = [{} for _ in range(len(begins) + 2)]
     gain = [0] * len(begins)
@@ -46,10 +52,10 @@ def _best_move(begins: Sequence[int], links: Sequence[Link]) -> set[int]:
             _add(capacity, source, column, amount)
         elif amount < 0:
             _add(capacity, column, sink, -amount)
-    flow = _saturate(capacity, source, sink)
+    flow, visits = _saturate(capacity, source, sink, most)
     if flow >= sum(amount for amount in gain if amount > 0):
-        return set()
-    return _reached(capacity, source).keys() - {source}
+        return set(), visits
+    return _reached(capacity, source).keys() - {source}, visits
 
 
 def _add(capacity: list[dict[int, int]], u: int, v: int, amount: int) -> None:
@@ -57,13 +63,15 @@ def _add(capacity: list[dict[int, int]], u: int, v: int, amount: int) -> None:
     capacity[v].setdefault(u, 0)
 
 
-def _saturate(capacity: list[dict[int, int]], source: int, sink: int) -> int:
-    """Maximum flow by shortest augmenting paths (Edmonds & Karp 1972); leaves the residual capacities."""
-    total = 0
+def _saturate(capacity: list[dict[int, int]], source: int, sink: int, most: int) -> tuple[int, int]:
+    """Maximum flow by shortest augmenting paths (Edmonds & Karp 1972), and the visits that took: after ``most`` of them
+    it ends. Leaves the residual capacities."""
+    total = visits = 0
     while True:
         parent = _reached(capacity, source)
-        if sink not in parent:
-            return total
+        visits += len(parent)
+        if sink not in parent or visits > most:
+            return total, visits
         path = [sink]
         while path[-1] != source:
             path.append(parent[path[-1]])
