@@ -33,8 +33,8 @@ COVERAGE = 0.75
 """A shift whose runs repeat this share of the nodes is taken without trying others."""
 
 RADIUS = 2
-"""Edges around two nodes that are compared: with 1 less is found of Marian, whose decoder looks much like its encoder;
-with 2 to 8 the same is found in it and seven others."""
+"""Edges around two nodes that are compared. With 1, 2, 3 and 6 the same runs are found in Marian, Pegasus, FLAN-T5 XL
+and Gemma 3 12B; those of Marian, 12 layers deep, take .14 s with 1 and .05 with 2."""
 
 LEAST_SHARE = 0.05
 """Of all nodes, in runs that are worth another look at what is left."""
@@ -59,18 +59,21 @@ class Run:
 
 @dataclass
 class _Network:
-    """Labels of nodes by equal costs and usages, and for each node its edges as (matrix, side, neighbour) in order, and
-    its look: a number for its label and the kinds of its edges.
+    """Labels of nodes by equal costs and usages, and for each node its edges as (matrix, side, neighbour) in order.
 
-    ``regions``: numbers for all that is to be seen within 0, 1, ... edges of each node (colour refinement: Weisfeiler
-    and Leman 1968).
+    ``regions``: numbers for what is to be seen of each node within 0, 1, ... edges (colour refinement: Weisfeiler and
+    Leman 1968).
     """
 
     labels: list[int]
     around: list[list[tuple[int, int, int]]]
-    looks: list[int]
     sizes: list[int]
     regions: list[list[int]]
+
+    @property
+    def looks(self) -> list[int]:
+        """For each node a number for its label and the kinds of its edges."""
+        return self.regions[0]
 
     def agreement(self, node: int, image: int) -> int:
         """How many edges far the surroundings of two nodes are alike."""
@@ -128,7 +131,7 @@ def _network(problem: Problem) -> _Network:
         known.setdefault((label, tuple([(matrix, side) for matrix, side, _ in entries])), len(known))
         for label, entries in zip(labels, around, strict=True)
     ]
-    return _Network(labels, around, looks, [len(cost) for cost in problem.costs], _regions(looks, around))
+    return _Network(labels, around, [len(cost) for cost in problem.costs], _regions(looks, around))
 
 
 def _regions(looks: list[int], around: list[list[tuple[int, int, int]]]) -> list[list[int]]:
