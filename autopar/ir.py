@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, Union
+
+from autopar.repetition import Network, Repetition, repetition, shift_of
 
 ITEMSIZE: Mapping[str, int] = {
     "bool": 1,
@@ -33,6 +35,9 @@ ITEMSIZE: Mapping[str, int] = {
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Real floating-point dtypes that every backend can send and reduce without a cast."""
+
+LEAST_LAYERS = 2
+"""Of a run of equal layers."""
 
 Phase = Literal["forward", "backward"]
 
@@ -138,6 +143,12 @@ def _masked(arg: Arg) -> object:
     return type(arg), arg
 
 
+def _without_floats(arg: Any) -> Any:
+    if isinstance(arg, float):
+        return 0.0
+    return tuple(map(_without_floats, arg)) if type(arg) is tuple else arg
+
+
 @dataclass(frozen=True)
 class Node:
     """One op of the joint program. Inputs of the program are nodes too, with ``op == "placeholder"``.
@@ -171,6 +182,12 @@ class Node:
     def signature(self) -> tuple[object, ...]:
         """The arguments without tensors; types are included to tell ``1`` from ``1.0`` and ``True``."""
         return _masked(self.args), _masked(tuple(a for _, a in self.kwargs)), tuple(k for k, _ in self.kwargs)
+
+    @property
+    def signature_of_layer(self) -> tuple[object, ...]:
+        """The signature without what may differ from layer to layer: floats, and the number of a random op."""
+        kwargs = tuple((name, _without_floats(arg)) for name, arg in self.kwargs if name != "site")
+        return replace(self, args=_without_floats(self.args), kwargs=kwargs).signature
 
     def kwarg(self, name: str, default: Arg = None) -> Arg:
         return dict(self.kwargs).get(name, default)
@@ -307,6 +324,36 @@ class Graph:
             return numbers.setdefault((node.op, node.signature, operands, node.outputs), len(numbers))
 
         return {n.name: kind(n) for n in self.nodes}
+
+    @cached_property
+    def repetition(self) -> Repetition:
+        """Runs of layers of equal ops on equal shapes, by the positions of their nodes. Numbers, such as the share that
+        dropout zeroes, may differ from layer to layer."""
+        outputs: dict[str, list[object]] = {}
+        for output in self.outputs:
+            outputs.setdefault(output.value.node, []).append((output.value.index, output.kind))
+        kinds: dict[object, int] = {}
+
+        def label(node: Node) -> int:
+            meaning = self.input_of.get(node.name)
+            role = (meaning and (meaning.kind, meaning.trainable), tuple(outputs.get(node.name, ())))
+            operands = tuple(map(self.meta, node.inputs))
+            look = (node.op, node.phase, node.signature_of_layer, node.outputs, operands, role)
+            return kinds.setdefault(look, len(kinds))
+
+        reads = (
+            (kinds.setdefault((position, value.index), len(kinds)), self.order[value.node], at)
+            for at, node in enumerate(self.nodes)
+            for position, value in enumerate(node.inputs)
+        )
+        labels = [label(node) for node in self.nodes]
+        return repetition(Network.of(labels, reads, [1] * len(labels), least=LEAST_LAYERS, ends=True))
+
+    @cached_property
+    def likes(self) -> Mapping[str, str]:
+        """The nodes of all equal layers but the last ones, and their likes one layer further on."""
+        names = [n.name for n in self.nodes]
+        return {names[a]: names[b] for a, b in shift_of(self.repetition.runs).items()}
 
     @cached_property
     def turn(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -187,20 +188,49 @@ def test_a_graph_hardly_deeper_than_a_stage_stays_whole() -> None:
     assert in_layers(captured("gpt2", 8), 2) is None
 
 
-class Wired(nn.Module):
-    """Blocks of which each also reads what the first one made."""
+class Blocks(nn.Module):
+    """Blocks of ``kinds`` of a width, in turns. Each also reads what ``reads`` takes of what was made before it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, depth: int, kinds: int = 1, reads: Callable[[list[Tensor]], list[Tensor]] = lambda _: []
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(16))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8 << i % kinds), nn.Linear(8 << i % kinds, 8)) for i in range(depth)
+        )
+        self.reads = reads
 
     def forward(self, x: Tensor) -> Tensor:
-        first = x = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            x = block(x).relu() + first
-        return x.sum()
+        made = [x]
+        for block in self.blocks:
+            made.append(sum(self.reads(made), block(made[-1]).relu()))
+        return made[-1].sum()
+
+    def graph(self) -> Graph:
+        return ColoTracer().capture(self, {"x": torch.zeros(4, 8)}).graph
 
 
-def test_layers_that_all_read_the_first_one_stay() -> None:
-    graph = ColoTracer().capture(Wired(), {"x": torch.zeros(4, 8)}).graph
-    assert in_layers(graph, 4) is None
+def removed_blocks(found: Shortened) -> int:
+    return sum(name.startswith("relu") for name in found.like)
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+def test_blocks_of_several_kinds_go_together(kinds: int) -> None:
+    found = in_layers(Blocks(30, kinds).graph(), 5)
+    assert found is not None
+    removed = removed_blocks(found)
+    assert removed > 10 and removed % kinds == 0
+    assert ops(found.graph) == ops(Blocks(30 - removed, kinds).graph())
+
+
+def test_what_all_layers_read_stays() -> None:
+    def first(made: list[Tensor]) -> list[Tensor]:
+        return made[1:2]
+
+    found = in_layers(Blocks(16, reads=first).graph(), 4)
+    assert found is not None
+    assert ops(found.graph) == ops(Blocks(16 - removed_blocks(found), reads=first).graph())
+
+
+def test_layers_that_read_all_before_them_stay() -> None:
+    assert in_layers(Blocks(16, reads=lambda made: made[1:]).graph(), 4) is None

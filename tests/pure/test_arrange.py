@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.ir import Output, TensorMeta, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner.memory.exact import MemoryProfile
-from autopar.planner.overlap.arrange import arrange
+from autopar.planner.overlap.arrange import TriedArrangements, arrange
 from autopar.planner.overlap.arrangements import Arrangements
 from autopar.planner.overlap.collectives import extract_collectives
 from autopar.planner.overlap.shortening import shortened
@@ -93,8 +94,15 @@ def held(program: Program) -> MemoryProfile:
     return MemoryProfile(tuple(size), size.index(max(size)), {})
 
 
+def likes(program):
+    """The nodes of each layer and of the next, by the number in their names."""
+    parts = {op.node: re.fullmatch(r"(\w)(\d+)(.*)", op.node) for op in program.ops}
+    return {name: f"{m[1]}{int(m[2]) + 1}{m[3]}" for name, m in parts.items() if m}
+
+
 def arranged(program, budget=math.inf, deadline=math.inf):
-    return arrange(program, PRICES, held, budget, deadline)
+    tried = TriedArrangements.of(program, likes(program), PRICES, deadline)
+    return arrange(tried, held, budget, deadline)
 
 
 def moved(program):
@@ -247,7 +255,7 @@ def deep(layers, length, compute_s):
 def test_few_layers_tell_how_long_many_take(length, compute_s) -> None:
     program = deep(60, length, compute_s)
     arrangements = Arrangements(extract_collectives(program), PRICES)
-    short = shortened(program, arrangements.largest_share())
+    short = shortened(program, likes(program), arrangements.largest_share())
     assert short is not None
     assert 118 <= short.depths.whole <= 120  # half a layer repeats already
     few, more = (Arrangements(extract_collectives(p), PRICES, arrangements) for p in short.programs)
@@ -281,9 +289,10 @@ def test_a_few_bytes_of_another_kind_say_nothing_of_how_much_goes_in_a_launch() 
 
 
 def test_programs_without_layers_are_not_shortened() -> None:
-    several = [op for i in range(40) for op in gradients(1, 100, 1e-6 * (i + 1)).ops]
-    assert shortened(Program(tuple(several), ()), 0.0) is None
-    assert shortened(deep(3, 1000, 1e-6), 0.0) is None
+    several = Program(tuple(op for i in range(40) for op in gradients(1, 100, 1e-6 * (i + 1)).ops), ())
+    for program in (several, deep(3, 1000, 1e-6)):
+        assert shortened(program, likes(program), 0.0) is None
+    assert shortened(deep(60, 1000, 1e-6), {}, 0.0) is None
 
 
 def test_a_step_of_a_gradient_is_launched_when_the_one_before_it_should_be_done() -> None:

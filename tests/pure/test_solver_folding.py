@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
+from autopar.repetition import minimum_cut, shift_of
+from autopar.repetition.minimum_cut import least_crossing
 from autopar.solver import Edge, Problem, Usage, UsagePrices, evaluate, solve
 from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.folding import LEAST_COPIES, fold, foldable
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Prices, Relaxation
-from autopar.solver.blocks.repetition import find_runs, shift_of
+from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.integer import highs
 from autopar.solver.phases import FLAT, State, run_phases
-from autopar.solver.reduce import minimum_cut
 from autopar.solver.reduce.incumbent import Incumbent
-from autopar.solver.reduce.minimum_cut import least_crossing
 from tests.brute_force import brute_force
 from tests.pure.solver_pieces import priced_block, priced_ends
 

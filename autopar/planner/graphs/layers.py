@@ -6,6 +6,7 @@ after the gap read from the ones before it as they read from their own neighbour
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -105,11 +106,11 @@ class Shortened:
     like: Mapping[str, str]
 
 
-MIN_LAYERS = 4
-"""The least number of layers that remain."""
+MIN_ROWS, MIN_BLOCKS = 2, 4
+"""The least number of equal rows, and of blocks in them, that remain."""
 
 WORTH = 2
-"""How many times as many layers a graph must have for some to be removed."""
+"""How many times as many rows a graph must have for some to be removed."""
 
 
 def shortened(graph: Graph, block_of: Mapping[str, int], parts: int) -> Shortened | None:
@@ -119,7 +120,8 @@ def shortened(graph: Graph, block_of: Mapping[str, int], parts: int) -> Shortene
     None if the graph is hardly deeper than that.
     """
     rows = equal_blocks(graph, block_of)
-    layers = max(MIN_LAYERS, -(-len(rows) // parts))
+    blocks = len({block_of[name] for row in rows[:1] for name in row if name in block_of})
+    layers = max(MIN_ROWS, -(-MIN_BLOCKS // max(blocks, 1)), -(-len(rows) // parts))
     if len(rows) <= WORTH * layers:
         return None
     made = LayerCut.leaving(graph, [rows], layers)
@@ -137,49 +139,32 @@ def shortened(graph: Graph, block_of: Mapping[str, int], parts: int) -> Shortene
 
 
 def equal_blocks(graph: Graph, block_of: Mapping[str, int]) -> Sequence[Sequence[str]]:
-    """Return the nodes of the longest run of equal blocks, by block: its own, and inputs that no other block reads."""
-    nodes: dict[int, list[Node]] = {}
-    readers: dict[str, set[int | None]] = {}
-    for node in graph.nodes:
-        block = block_of.get(node.name)
-        if block is not None and node.op != "placeholder":
-            nodes.setdefault(block, []).append(node)
-        for value in node.inputs:
-            readers.setdefault(value.node, set()).add(block)
-    own = {
-        block: [
-            *dict.fromkeys(
-                v.node for n in made for v in n.inputs if v.node in graph.input_of and len(readers[v.node]) == 1
-            )
-        ]
-        for block, made in nodes.items()
-    }
-    at = {n.name: (block, i) for block, made in nodes.items() for i, n in enumerate(made)}
-    at |= {name: (block, ~i) for block, names in own.items() for i, name in enumerate(names)}
-    looks = {block: _look(graph, block, made, own[block], at) for block, made in nodes.items()}
-    longest, start = range(0), 0
-    for block in range(1, max(nodes, default=0) + 2):
-        if block not in looks or looks[block] != looks.get(start):
-            longest = max(longest, range(start, block), key=len)
-            start = block
-    return [(*(n.name for n in nodes[b]), *own[b]) for b in longest if b in nodes]
+    """Return the nodes of the longest run of equal blocks, by block: its own, and inputs that no other block reads.
+
+    Where blocks of several kinds take turns, so many of them count as one.
+    """
+    at = {n.name: block_of[n.name] for n in graph.nodes if n.name in block_of and n.op != "placeholder"}
+    for name in graph.input_of:
+        readers = {at.get(reader.name, -1) for reader, _ in graph.consumers.get(Value(name), ())}
+        if len(readers) == 1 and readers != {-1}:
+            at[name] = readers.pop()
+    members: dict[int, set[str]] = {}
+    for name, block in at.items():
+        members.setdefault(block, set()).add(name)
+    turns = {block: _turn(graph.likes, at, members, block) for block in members}
+    longest: Sequence[Sequence[str]] = ()
+    for turn, stretch in itertools.groupby(range(max(members, default=-1) + 1), lambda block: turns.get(block, 0)):
+        blocks = list(stretch)
+        if turn and len(blocks) >= turn:
+            rows = [[name for name in at if at[name] in blocks[:turn]]]
+            for _ in range(len(blocks) // turn):
+                rows.append([graph.likes[name] for name in rows[-1]])
+            longest = max(longest, rows, key=lambda rows: sum(map(len, rows)))
+    return longest
 
 
-def _look(
-    graph: Graph, block: int, nodes: Sequence[Node], own: Sequence[str], at: Mapping[str, tuple[int, int]]
-) -> object:
-    """Return what equal blocks have in common: their ops, and where these read, counted from the block itself."""
-
-    def read(value: Value) -> object:
-        there = at.get(value.node)
-        return value if there is None else (there[0] - block, there[1], value.index)
-
-    ops = [(n.op, n.phase, n.outputs, _without_places(n), tuple(map(read, n.inputs))) for n in nodes]
-    inputs = [(graph.input_of[name].kind, graph.input_of[name].trainable, graph.by_name[name].outputs) for name in own]
-    return ops, inputs
-
-
-def _without_places(node: Node) -> object:
-    """Return the arguments other than tensors, without the number of a random op, by which its draws differ."""
-    kwargs = tuple((name, arg) for name, arg in node.kwargs if name != "site")
-    return replace(node, kwargs=kwargs).signature
+def _turn(likes: Mapping[str, str], at: Mapping[str, int], members: Mapping[int, set[str]], block: int) -> int:
+    """Return how many blocks further on the likes of a block are; 0 where they are not all of one block."""
+    names = {likes.get(name, "") for name in members[block]}
+    there = at.get(next(iter(names)), block)
+    return there - block if there > block and names == members[there] else 0

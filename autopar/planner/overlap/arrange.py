@@ -11,7 +11,7 @@ program, so all ranks launch in the same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -80,14 +80,15 @@ class TriedArrangements:
     before: Timeline
 
     @staticmethod
-    def of(program: Program, prices: Prices, deadline: float) -> TriedArrangements:
+    def of(program: Program, likes: Mapping[str, str], prices: Prices, deadline: float) -> TriedArrangements:
         """Simulate arrangements of ``program``.
 
         Args:
+            likes: of the nodes of its graph (``Graph.likes``).
             deadline: on ``clock.now``; what was found by then counts.
         """
         arrangements = Arrangements(extract_collectives(program), prices)
-        found = search(arrangements, program, deadline) if program.collectives else {}
+        found = search(arrangements, program, likes, deadline) if program.collectives else {}
         return TriedArrangements(program, arrangements, found, simulate_streams(program, prices.overlap))
 
     def least_s(self) -> float:
@@ -109,27 +110,23 @@ class TriedArrangements:
 
 
 def arrange(
-    program: Program,
-    prices: Prices,
+    tried: TriedArrangements,
     profiled: Callable[[Program], MemoryProfile],
     budget: float,
     deadline: float,
-    tried: TriedArrangements | None = None,
     memory: MemoryProfile | None = None,
 ) -> Arranged:
-    """Return the arrangement of ``program`` with the shortest step whose peak is within ``budget``, or no higher than
-    it was.
+    """Return the arrangement of a program with the shortest step whose peak is within ``budget``, or no higher than it
+    was.
 
     Args:
         profiled: computes the exact memory of a program.
         deadline: on ``clock.now``; what was found by then is taken.
-        tried: the simulated arrangements, if they are known.
-        memory: of ``program``, if it is known.
+        memory: of the program as it is, if it is known.
     """
-    tried = tried or TriedArrangements.of(program, prices, deadline)
-    program = tried.program
+    program, overlap = tried.program, tried.arrangements.prices.overlap
     memory = memory or profiled(program)
-    fitter = _Fitter(program, tried, prices.overlap, profiled, max(budget, memory.peak_bytes), deadline)
+    fitter = _Fitter(program, tried, overlap, profiled, max(budget, memory.peak_bytes), deadline)
     best: Arranged | None = None
     over: list[Arrangement] = []
     relaxed = 0
@@ -234,12 +231,14 @@ class _Fitter:
                 held[min(there, then) : max(there, then)] -= m.op.wire_bytes if m.at in leads else 0
 
 
-def search(arrangements: Arrangements, program: Program, deadline: float) -> dict[Arrangement, float]:
+def search(
+    arrangements: Arrangements, program: Program, likes: Mapping[str, str], deadline: float
+) -> dict[Arrangement, float]:
     """Return the seconds of the arrangements that were tried.
 
     For deep programs they are extrapolated from shorter ones, and exact for the best arrangements.
     """
-    short = shortened(program, arrangements.largest_share())
+    short = shortened(program, likes, arrangements.largest_share())
     if short is None:
         return arrangements.search(arrangements.seconds, deadline)
     few, more = (Arrangements(extract_collectives(p), arrangements.prices, arrangements) for p in short.programs)

@@ -9,7 +9,7 @@ launch spans.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,9 +27,8 @@ LAUNCHES = 2
 MAX_SHARE = 0.6
 """The largest mean share of the layers that the two programs may have. With more, nothing is saved."""
 
-MAX_PERIODS = 64
 MIN_RUN_OPS = 64
-"""The number of distances at which equal ops are looked for, and the ops of a phase from which on this is worth it."""
+"""The ops of a phase from which on it is worth looking for layers."""
 
 
 class Depths(NamedTuple):
@@ -71,15 +70,16 @@ class _Run(NamedTuple):
     instances: int
 
 
-def shortened(program: Program, share: float) -> Shortened | None:
+def shortened(program: Program, likes: Mapping[str, str], share: float) -> Shortened | None:
     """Return two programs with fewer layers; None if no layers repeat, or few do.
 
     Args:
+        likes: nodes of equal layers, and their likes one layer further on.
         share: the largest share of the layers whose collectives go in one launch.
     """
     ops = program.ops
     turn = program.turn
-    runs = {"forward": _repeated(ops, 0, turn), "backward": _repeated(ops, turn, len(ops))}
+    runs = {"forward": _repeated(ops, likes, 0, turn), "backward": _repeated(ops, likes, turn, len(ops))}
     found = [run for run in runs.values() if run is not None]
     if not found:
         return None
@@ -91,10 +91,12 @@ def shortened(program: Program, share: float) -> Shortened | None:
     return Shortened(both, depths)
 
 
-def _repeated(ops: Sequence[Op], start: int, end: int) -> _Run | None:
+def _repeated(ops: Sequence[Op], likes: Mapping[str, str], start: int, end: int) -> _Run | None:
     """Return the longest run of a phase."""
     if end - start < MIN_RUN_OPS:
         return None
+    places = {op.node: i for i, op in enumerate(ops[start:end])}
+    periods = {abs(places[likes[node]] - i) for node, i in places.items() if likes.get(node) in places}
     names: dict[object, int] = {}
     kinds = np.array(
         [
@@ -103,20 +105,11 @@ def _repeated(ops: Sequence[Op], start: int, end: int) -> _Run | None:
         ]
     )
     best, longest = None, 0
-    for period in _periods(kinds):
+    for period in sorted(periods):
         at, length = _longest(kinds[period:] == kinds[:-period])
         if length > longest and length >= 2 * period:
             best, longest = _Run(start + at, period, length // period + 1), length
     return best
-
-
-def _periods(kinds: npt.NDArray[np.int64]) -> list[int]:
-    """Return distances between equal ops, the shortest first, of kinds that occur about once in every layer."""
-    order = np.argsort(kinds, kind="stable")
-    same = kinds[order][1:] == kinds[order][:-1]
-    gaps, counts = np.unique(np.diff(order)[same], return_counts=True)
-    often = np.sort(np.argsort(-counts * gaps, kind="stable")[:MAX_PERIODS])
-    return [int(gap) for gap in gaps[often] if gap < len(kinds)]
 
 
 def _longest(same: npt.NDArray[np.bool_]) -> tuple[int, int]:

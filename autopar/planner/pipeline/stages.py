@@ -174,16 +174,16 @@ class _Forward:
                 yield child[0]
         for child in children:
             path = self.paths[child[0]][: depth + 1]
-            if len(path) > depth and path not in self._repeated:
+            if len(path) > depth and path not in self._list_members:
                 yield from self._between_modules(child[0], child[-1] + 1, depth + 1, most)
 
     @cached_property
     def _block_at(self) -> list[Path]:
         """The repeated module of each node; empty outside of these."""
-        return [next((p[:d] for d in range(1, len(p) + 1) if p[:d] in self._repeated), ()) for p in self.paths]
+        return [next((p[:d] for d in range(1, len(p) + 1) if p[:d] in self._list_members), ()) for p in self.paths]
 
     @cached_property
-    def _repeated(self) -> set[Path]:
+    def _list_members(self) -> set[Path]:
         """The outermost members of lists of modules most of which run the same ops as another one, on the same shapes.
 
         A list (``ModuleList``, ``Sequential``) computes nothing itself.

@@ -183,9 +183,11 @@ class Objective:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Runs of equal blocks, found without any hiding."""
-        tick("priced use", len(self.decisions.uses))
-        return find_runs(Problem(self._option_seconds, edges(self.decisions, self.prices)))
+        """Runs of equal blocks, where equal layers of the graph also cost the same without any hiding."""
+        d = self.decisions
+        tick("priced use", len(d.uses))
+        tick("node of runs", d.graph.repetition.looks)
+        return find_runs(Problem(self._option_seconds, edges(d, self.prices), shift=d.shift))
 
     @cached_property
     def _shift(self) -> dict[int, int]:

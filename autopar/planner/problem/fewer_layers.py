@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.planner.graphs.layers import LayerCut
-from autopar.planner.problem.variables import Decisions, Variable
+from autopar.planner.problem.variables import Decisions
 from autopar.solver import Run
 from autopar.solver.problem import IndexArray
 
@@ -60,7 +60,7 @@ def with_fewer_layers(d: Decisions, runs: Sequence[Run], layers: int) -> FewerLa
     graph = cut.graph()
     if graph is None:
         return None
-    kept = [i for i, v in enumerate(d.variables) if cut.is_kept(_node_of(v))]
+    kept = [i for i, v in enumerate(d.variables) if cut.is_kept(v.about)]
     position = np.full(len(d.variables), -1, dtype=np.int64)
     position[kept] = np.arange(len(kept))
     for run in deep:
@@ -77,12 +77,6 @@ def with_fewer_layers(d: Decisions, runs: Sequence[Run], layers: int) -> FewerLa
         index={d.variables[i].key: position for position, i in enumerate(kept)},
     )
     return FewerLayers(fewer, np.array(kept), position, layers, depth)
-
-
-def _node_of(v: Variable) -> str:
-    if v.value is not None:
-        return v.value.node
-    return v.node.name if v.node is not None else v.key.split("@")[0]
 
 
 def _nodes(d: Decisions, row: Sequence[int]) -> list[str | None]:

@@ -13,7 +13,9 @@ from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import views_of
 from autopar.planner.graphs.kernel_patterns import inner_values
+from autopar.repetition import shift_of
 from autopar.sharding import ShardingSpec, Strategy
+from autopar.solver import MIN_COPIES
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class Variable:
     kept: tuple[bool, ...] = ()
     actions: tuple[Action, ...] = ()
     host_state_bytes: tuple[int, ...] = ()
+
+    @property
+    def about(self) -> str:
+        """The name of the node that it decides about."""
+        if self.value is not None:
+            return self.value.node
+        return self.node.name if self.node is not None else self.key.split("@")[0]
 
 
 class Use(NamedTuple):
@@ -143,6 +152,14 @@ class Decisions:
     def views(self) -> frozenset[str]:
         """Nodes whose results share the memory of their operand."""
         return views_of(self.graph, whole=self.mesh.size == 1)
+
+    @cached_property
+    def shift(self) -> Mapping[int, int]:
+        """The variables of equal layers that may be worth folding, and their likes one layer further on."""
+        shift = shift_of(run for run in self.graph.repetition.runs if len(run.copies) >= MIN_COPIES)
+        likes = {self.graph.nodes[a].name: self.graph.nodes[b].name for a, b in shift.items()}
+        keys = (likes.get(v.about, "") + v.key.removeprefix(v.about) for v in self.variables)
+        return {at: self.index[key] for at, key in enumerate(keys) if key in self.index}
 
     def add(self, variable: Variable) -> int:
         options = self.interned.of(variable.options)

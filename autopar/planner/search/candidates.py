@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from autopar.ir import Graph
 from autopar.mesh import Cluster
 from autopar.planner.baselines.roles import restricted_choices
 from autopar.planner.graphs.accumulation import accumulation_program
@@ -82,7 +83,8 @@ class Candidate:
             return profile(arranged, d.graph, d.mesh, options)
 
         budget = budget_bytes(prices.cluster, options)
-        found = arrange(program, prices, profiled, budget, _arranged_by(options), tried, memory)
+        tried = tried or Candidate.tried(program, d.graph, prices, options)
+        found = arrange(tried, profiled, budget, _arranged_by(options), memory)
         before, after = found.before, found.timeline
         if d.accumulation_steps > 1:
             before, after = (timeline(p, d, prices.overlap) for p in (program, found.program))
@@ -94,9 +96,9 @@ class Candidate:
         return arranged._deferred(prices, options)
 
     @staticmethod
-    def tried(program: Program, prices: Prices, options: Options) -> TriedArrangements:
+    def tried(program: Program, graph: Graph, prices: Prices, options: Options) -> TriedArrangements:
         """Ways to arrange the collectives of a program."""
-        return TriedArrangements.of(program, prices, _arranged_by(options))
+        return TriedArrangements.of(program, graph.likes, prices, _arranged_by(options))
 
     def _deferred(self, prices: Prices, options: Options) -> Candidate:
         """With the work that nothing waits for behind the collectives that the backward waits for, where its step is
@@ -179,7 +181,7 @@ class BaselineCandidate:
 
     @cached_property
     def _tried(self) -> TriedArrangements:
-        return Candidate.tried(self.program, self.stated.prices, self.options)
+        return Candidate.tried(self.program, self.stated.decisions.graph, self.stated.prices, self.options)
 
     @property
     def least_s(self) -> float:

@@ -41,8 +41,7 @@ def layer_boundaries(decisions: Decisions, runs: Sequence[Run]) -> frozenset[int
 
 def _layer_starts(decisions: Decisions, run: Run, keeping: Keeping) -> list[int]:
     """The positions of the op of each layer before which the least crosses, in the layers in the middle."""
-    layers = run.copies.reshape(len(run.copies) * run.layers, -1)
-    middle = [decisions.variables[i] for i in layers[len(layers) // 2]]
+    middle = [decisions.variables[i] for i in run.rows[len(run.rows) // 2]]
     width = {
         column: keeping.widths[keeping.position[v.node.name]]
         for column, v in enumerate(middle)
@@ -51,7 +50,7 @@ def _layer_starts(decisions: Decisions, run: Run, keeping: Keeping) -> list[int]
     if not width:
         return []
     column = min(width, key=lambda c: (width[c], c))
-    made = (decisions.variables[i].node for i in layers[:, column])
+    made = (decisions.variables[i].node for i in run.rows[:, column])
     return [keeping.position[node.name] for node in made if node is not None]
 
 

@@ -129,7 +129,11 @@ class Search:
 
     def tried(self, result: Result) -> TriedArrangements:
         """Arrangements of the collectives of ``result``."""
-        return self._memo.of("tried", (result,), lambda: Candidate.tried(result.program, self.prices, self.options))
+
+        def made() -> TriedArrangements:
+            return Candidate.tried(result.program, result.objective.decisions.graph, self.prices, self.options)
+
+        return self._memo.of("tried", (result,), made)
 
     @cached_property
     def known_ways(self) -> Sequence[BaselineCandidate]:

@@ -14,11 +14,12 @@ from functools import cached_property
 from typing import Protocol, TypeAlias
 
 from autopar.errors import InfeasibleError
+from autopar.repetition import Run
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.parts import Tied, take_apart, tie
 from autopar.solver.blocks.relaxation import Core
-from autopar.solver.blocks.repetition import Run, find_runs
+from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.problem import Messages, Problem, UsagePrices
 from autopar.solver.reduce.incumbent import Gap, Incumbent
 

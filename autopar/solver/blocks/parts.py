@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.solver.blocks.repetition import Run
+from autopar.repetition import Run
 from autopar.solver.problem import NO_SHIFT, Array, Edge, IndexArray, Problem, Usage
 
 
