@@ -29,8 +29,9 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
-from autopar.planner.search.candidates import ABOUT, baseline_candidates
+from autopar.planner.search.candidates import baseline_candidates
 from autopar.planner.search.search import plan_graph
+from autopar.solver.problem import USAGE_TOLERANCE
 from autopar.tracer import ColoTracer
 
 MODELS = {
@@ -137,7 +138,7 @@ def test_constraints_tell_the_least_that_a_baseline_holds(model: str, mesh: tupl
     for baseline in baseline_candidates(objective(model, mesh), Options()):
         told = baseline.least_bytes
         assert "memory" not in vars(baseline), "measured"
-        assert 0.5 * baseline.peak_bytes <= told <= ABOUT * baseline.peak_bytes, baseline.name
+        assert 0.5 * baseline.peak_bytes <= told <= (1 + USAGE_TOLERANCE) * baseline.peak_bytes, baseline.name
         assert baseline.fits(baseline.peak_bytes) and not baseline.fits(baseline.peak_bytes - 1)
 
 

@@ -156,8 +156,14 @@ def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
     If not ``whole``, the tensors are shards, and ops count that copy where strides do not allow a view: only local
     shapes can tell.
     """
-    if not whole:
-        return frozenset(n.name for n in graph.nodes if n.packet in VIEWS and n.inputs)
+    if whole:
+        return whole_layouts(graph)[1]
+    return frozenset(n.name for n in graph.nodes if n.packet in VIEWS and n.inputs)
+
+
+def whole_layouts(graph: Graph) -> tuple[dict[Value, Layout], frozenset[str]]:
+    """Return the layouts of all values that are not cut, and the nodes whose results share the memory of their
+    operand then."""
     found: set[str] = set()
     known: dict[Value, Layout] = {}
     for node in graph.nodes:
@@ -166,7 +172,15 @@ def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
         known |= {value: layout for (value, _), layout in zip(made, layouts, strict=True)}
         if shared:
             found.add(node.name)
-    return frozenset(found)
+    return known, frozenset(found)
+
+
+def of_shard(whole: Layout, shape: tuple[int, ...]) -> Layout:
+    """Return the layout of a shard whose dims lie in memory as those of the whole tensor, one after the other."""
+    order = sorted(range(len(shape)), key=lambda d: -whole.strides[d])
+    dense = contiguous(tuple(1 if whole.strides[d] == 0 else shape[d] for d in order))
+    strides = dict(zip(order, dense.strides, strict=True))
+    return Layout(shape, tuple(strides[d] if whole.strides[d] else 0 for d in range(len(shape))))
 
 
 def _view(node: Node, x: Layout, shape: tuple[int, ...]) -> Layout:

@@ -8,10 +8,27 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.mesh import Mesh
 from autopar.planner.footprint.contraction import terms
 from autopar.planner.footprint.layouts import Layout, contiguous, narrowed, permuted, reshaped, with_length
 from autopar.planner.footprint.local_op import Formulas, LocalOp
-from autopar.sharding import Step
+from autopar.sharding import ShardingSpec, Step
+
+BLOCKS = 3
+"""Parts that are there at least while a decomposed product runs: of an operand that is gathered the rank's own and two
+on their way, of a result that is scattered its own and two others."""
+
+
+def least_share(spec: ShardingSpec, mesh: Mesh, *, made: bool, blocks: int = BLOCKS) -> float:
+    """Return the least share of the operand or result of a contraction that is there at once, if it may be decomposed.
+
+    Args:
+        spec: in which the contraction reads the operand whole, or makes the result before it is scattered.
+        made: whether it is the result.
+        blocks: parts that are there.
+    """
+    axes = [a for a, _ in spec.partial] if made else [a for a in range(mesh.ndim) if a not in spec.axes]
+    return min([1.0, *(blocks / mesh.shape[a] for a in axes)])
 
 
 def ring_bytes(op: LocalOp, step: Step, operand: int, group_size: int) -> int:

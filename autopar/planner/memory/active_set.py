@@ -53,7 +53,7 @@ class ActiveSet:
     redistributed: RedistributedOperands = field(init=False)
 
     def __post_init__(self) -> None:
-        self.redistributed = RedistributedOperands(self.decisions)
+        self.redistributed = RedistributedOperands(self.decisions, decomposes=self.options.decomposed != "never")
         graph = self.decisions.graph
         # Memory is usually highest as the backward begins, and at the end.
         self.margins = self.margins or {ProgramPoint(graph.turn): 0.0, end(graph): 0.0}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from autopar.holding import Event
 from autopar.ir import Graph, Node, Phase, Value
+from autopar.planner.footprint.contraction import CONTRACTION
 from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.memory.points import ProgramPoint, after, before, before_operands, replaced, rerun
@@ -122,12 +123,22 @@ def copy_range(d: Decisions, copy: Variable, live: LiveRanges) -> CopyRange | No
     if value is None or value not in first or not _serves_all(d, copy):
         return None
     made, start = before_operands(first[value]), before(first[value])
-    if d.graph.by_name[value.node].phase == copy.phase and not _shared(d, value):
-        made = replaced(live.at[value.node], value.index)
-        start = made.next
+    if d.graph.by_name[value.node].phase == copy.phase:
+        at_once = replaced(live.at[value.node], value.index)
+        if not _shared(d, value):
+            made, start = at_once, at_once.next
+        elif hold_key(value) in d.index:  # what is held in the copy's spec is made at once, and read from there
+            made = at_once
     share = own_share(d, value, start, live)
     end = before(last[value]) if value in live.released_by[copy.phase] else ProgramPoint(last[value])
     return CopyRange(made, start, end, share) if share else None
+
+
+def first_product(d: Decisions, copy: int) -> int | None:
+    """Return the node of the first contraction that reads a copy, if any does. Where that is decomposed, it gathers the
+    copy, which until then is only what the rank has of it."""
+    readers = (d.variables[use.target].node for use in d.readers.get(copy, ()) if d.variables[use.target].kind == "op")
+    return min((d.graph.order[n.name] for n in readers if n is not None and n.packet == CONTRACTION), default=None)
 
 
 def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint:

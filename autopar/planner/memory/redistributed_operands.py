@@ -17,11 +17,13 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from autopar.ir import Phase, Value
+from autopar.ir import Phase, TensorMeta, Value
+from autopar.planner.footprint.contraction import CONTRACTION
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import MAKES_NEW
-from autopar.planner.memory.live_ranges import LiveRanges, copy_range, last_read, live_ranges
-from autopar.planner.memory.points import ProgramPoint, Stage, after, before, replaced
+from autopar.planner.footprint.transients_of_products import BLOCKS, least_share
+from autopar.planner.memory.live_ranges import LiveRanges, copy_range, first_product, last_read, live_ranges
+from autopar.planner.memory.points import ProgramPoint, after, before, replaced
 from autopar.planner.problem.variables import Decisions, Use, Variable, spec_made, spec_read
 from autopar.sharding import ShardingSpec
 from autopar.solver import Edge, Problem, Usage
@@ -47,9 +49,13 @@ class RedistributedOperands:
 
     The options of each node are: nothing is read; then, for every spec, the value is there as it is, and it is
     redistributed.
+
+    Args:
+        decomposes: whether products may be decomposed beside the gather of an operand, which then never is whole.
     """
 
     decisions: Decisions
+    decomposes: bool = True
     _arrays: dict[tuple[object, ...], Array] = field(default_factory=dict)
 
     def extend(self, problem: Problem, points: Sequence[ProgramPoint]) -> Problem:
@@ -142,12 +148,27 @@ class RedistributedOperands:
             if read not in known:
                 known[read] = tuple(dict.fromkeys(s for s in self._specs_read(use) if s is not None))
             specs = known[read]
-            held = sizes.get((read, use.meta))
+            blocks = self._blocks(use.target) if self.decomposes else None
+            held = sizes.get((read, use.meta, blocks))
             if held is None:
-                held = sizes[read, use.meta] = tuple(float(local_bytes(use.meta, s, d.mesh)) for s in specs)
+                held = tuple(self._bytes_at_once(use.meta, s, blocks) for s in specs)
+                sizes[read, use.meta, blocks] = held
             if max(held, default=0.0) > 0:
                 found[use.source, use.out, use.target] = _Operand(use, specs, held, *live_range)
         return tuple(found.values())
+
+    def _blocks(self, target: int) -> int | None:
+        """Return how many blocks are there at least of what a product may gather, or will for a copy; None for what is
+        gathered whole."""
+        v = self.decisions.variables[target]
+        if v.kind == "op":
+            return BLOCKS if v.node is not None and v.node.packet == CONTRACTION else None
+        return 0 if v.kind == "copy" and first_product(self.decisions, target) is not None else None
+
+    def _bytes_at_once(self, meta: TensorMeta, spec: ShardingSpec, blocks: int | None) -> float:
+        mesh = self.decisions.mesh
+        share = 1.0 if blocks is None else least_share(spec, mesh, made=False, blocks=blocks)
+        return local_bytes(meta, spec, mesh) * share
 
     def _live_range(self, use: Use, target: Variable) -> tuple[ProgramPoint, ProgramPoint] | None:
         """Return the points between which what is read is in memory together with what is made."""
@@ -165,7 +186,7 @@ class RedistributedOperands:
         if target.kind == "copy" and value is not None and not target.key.endswith("@module"):
             held = copy_range(self.decisions, target, live)
             if held is not None:
-                return (held.made, held.made) if held.made.stage == Stage.REPLACED else None
+                return (held.made, held.made) if held.first == held.made.next else None
             return self._reads(value, target.phase)
         return None
 

@@ -16,16 +16,20 @@ import numpy.typing as npt
 
 from autopar.holding import Event, Stored
 from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
+from autopar.planner.footprint.contraction import CONTRACTION
+from autopar.planner.footprint.layouts import MAYBE_VIEWS, Layout, of_shard, reshaped, whole_layouts
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.footprint.transients import min_transients
+from autopar.planner.footprint.transients_of_products import BLOCKS, least_share
 from autopar.planner.graphs.shared import fixed_nodes
 from autopar.planner.memory.lifetimes import of_input, of_output
 from autopar.planner.memory.live_ranges import (
     PHASES,
     LiveRanges,
     copy_range,
+    first_product,
     held_points,
     inherited_memory,
     last_in_made_spec,
@@ -87,10 +91,17 @@ class MemoryUsages:
         return tuple(found)
 
     def peak(self, choice: Sequence[int]) -> float:
-        """Return the most bytes that a choice holds at one point, as far as its options say: about the least that its
-        program holds."""
+        """Return the most bytes that a choice holds at one point, as far as its options say: no more than its program
+        holds."""
         held = np.array([size[choice[i]] for i, size in zip(self.variables, self.sizes, strict=True)])
-        held[[at for at, i in self._copies if self._is_as_made(i, choice)]] = 0.0
+        for rows, made, copy in self._copies:
+            if self._is_as_made(copy, choice):
+                held[rows] = 0.0
+            elif self.d.variables[copy].kept[choice[copy]]:
+                held[made] = 0.0
+        for at, whole, rows in self._reshapes:
+            if self._may_be_view(self.d.variables[at], choice[at], whole):
+                held[rows] = 0.0
         tick("mixed use", len(held))
         points, born, gone = self._events
         change = np.bincount(born, held, len(points) + 1) - np.bincount(gone, held, len(points) + 1)
@@ -99,9 +110,16 @@ class MemoryUsages:
         return float(change.cumsum().max(initial=0.0) + more)
 
     @cached_property
-    def _copies(self) -> list[tuple[int, int]]:
-        """The copies that may be kept for the backward, each with its variable."""
-        return [(at, i) for at, i in enumerate(self.variables) if any(self.d.variables[i].kept)]
+    def _copies(self) -> list[tuple[list[int], list[int], int]]:
+        """The copies that may be kept for the backward instead of what an op made: what holds a copy, what holds the
+        original, and the variable of the copy."""
+        rows: dict[int, list[int]] = {}
+        for at, i in enumerate(self.variables):
+            rows.setdefault(i, []).append(at)
+        copies = [(i, v.value.node) for i, v in enumerate(self.d.variables) if any(v.kept) and v.value is not None]
+        makers = ((i, self.d.index[node]) for i, node in copies)
+        is_op = [v.kind == "op" for v in self.d.variables]
+        return [(rows.get(i, []), rows.get(made, []) if is_op[made] else [], i) for i, made in makers]
 
     def _is_as_made(self, copy: int, choice: Sequence[int]) -> bool:
         """Whether the copy that a variable decides is the value as it was made, which takes nothing."""
@@ -110,6 +128,33 @@ class MemoryUsages:
         made = self.d.index[value.node]
         specs = (spec_made(self.d.variables[i].options[choice[i]], out) for i, out in ((made, value.index), (copy, 0)))
         return len({*specs}) == 1
+
+    @cached_property
+    def _reshapes(self) -> list[tuple[int, Layout, list[int]]]:
+        """The ops that copy where strides allow no view: the variable of each, how its operand lies in memory where it
+        is not cut, and what holds its result and views of it."""
+        d, (layouts, _) = self.d, whole_layouts(self.d.graph)
+        root: dict[str, str] = {}
+        for node in d.graph.nodes:
+            if node.packet in MAYBE_VIEWS and node.name not in d.views:
+                root[node.name] = node.name
+            elif node.name in d.views and node.inputs[0].node in root:
+                root[node.name] = root[node.inputs[0].node]
+        rows: dict[str, list[int]] = {}
+        for at, i in enumerate(self.variables):
+            v = d.variables[i]
+            if v.kind == "op" and v.about in root:
+                rows.setdefault(root[v.about], []).append(at)
+        return [(d.index[name], layouts[d.graph.by_name[name].inputs[0]], at) for name, at in rows.items()]
+
+    def _may_be_view(self, v: Variable, choice: int, whole: Layout) -> bool:
+        option, mesh = v.options[choice], self.d.mesh
+        assert v.node is not None and v.node.outputs[0] is not None
+        read, made = option.inputs[0], option.outputs[0]
+        if read is None or made is None:
+            return False
+        shape = self.d.graph.meta(v.node.inputs[0]).local_shape(read, mesh)
+        return reshaped(of_shard(whole, shape), v.node.outputs[0].local_shape(made, mesh)) is not None
 
     @cached_property
     def _events(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -207,6 +252,20 @@ class _OptionBytes:
         if key not in self.cache:
             specs = (spec_of(o, at) for o in options)
             self.cache[key] = np.array([float(local_bytes(meta, s, self.d.mesh)) if s else 0.0 for s in specs])
+        return self.cache[key]
+
+    def in_parts(
+        self, node: Node, options: tuple[Strategy, ...], position: int = 0, *, made: bool = False, blocks: int = BLOCKS
+    ) -> Array | float:
+        """Return the least share of what ``node`` reads, or with ``made`` of what it makes, that is there at once."""
+        if node.packet != CONTRACTION or self.options.decomposed == "never":
+            return 1.0
+        options = self.d.interned.of(options)
+        key = id(options), position, made, blocks
+        if key not in self.cache:
+            specs = ((spec_made if made else spec_read)(o, position) for o in options)
+            shares = (least_share(s, self.d.mesh, made=made, blocks=blocks) if s else 1.0 for s in specs)
+            self.cache[key] = np.array([*shares])
         return self.cache[key]
 
     def state(self, meta: TensorMeta, options: tuple[Strategy, ...], trainable: bool) -> Array:
@@ -311,9 +370,12 @@ def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _Grad
 def _copy_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
     d = sizes.d
     size = sizes.made(d.graph.meta(value), v.options, 0)
+    size = size * sizes.in_parts(d.graph.by_name[value.node], v.options, made=True, blocks=1)
     kept = np.array(v.kept or (False,) * len(v.options))
     if (found := copy_range(d, v, live)) is not None:
-        yield found.share * size * ~kept, found.first, found.last
+        product = first_product(d, d.index[v.key]) if sizes.options.decomposed != "never" else None
+        first = found.first if product is None else max(found.first, ProgramPoint(product))
+        yield found.share * size * ~kept, first, found.last
     # Until then the forward's own copy counts; where no variable says what is held, what the forward made does.
     held = hold_key(value) in d.index or d.graph.by_name[value.node].op == "placeholder"
     if kept.any() and held and value in live.backward:
@@ -325,15 +387,21 @@ def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -
     at = live.at[node.name]
     for value in dict.fromkeys(node.inputs):
         if live.released_by[node.phase].get(value) == node.name:
-            size = sizes.read(d.graph.meta(value), v.options, node.inputs.index(value))
+            position = node.inputs.index(value)
+            size = sizes.read(d.graph.meta(value), v.options, position) * sizes.in_parts(node, v.options, position)
             yield own_share(d, value, ProgramPoint(at), live) * size, ProgramPoint(at), ProgramPoint(at)
     # While it runs it may overwrite an operand, and constraints must not count more than is held.
     first, share = after(at) if may_overwrite(node, d.graph) else ProgramPoint(at), 1.0
     if node.name in d.views:
         first, share = inherited_memory(d, node, live)
     for out, result in enumerate(node.outputs if share else ()):
-        if result is not None:
-            yield share * sizes.made(result, v.options, out), first, last_in_made_spec(d, Value(node.name, out), live)
+        if result is None:
+            continue
+        size, last = share * sizes.made(result, v.options, out), last_in_made_spec(d, Value(node.name, out), live)
+        if node.packet == CONTRACTION:
+            yield size * sizes.in_parts(node, v.options, made=True), first, first
+            size, first = size * sizes.in_parts(node, v.options, made=True, blocks=1), first.next
+        yield size, first, last
 
 
 class _GradientPoints(NamedTuple):

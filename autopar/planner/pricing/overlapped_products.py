@@ -90,7 +90,6 @@ class Decomposition:
     axes: frozenset[int]
     _gains: dict[tuple[object, ...], tuple[Array | None, tuple[object, ...]]] = field(default_factory=dict)
     _sums: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
-    _uses_from: dict[int, tuple[Decisions, dict[int, list[Use]]]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair) -> float:
         """Return T of a pair."""
@@ -146,12 +145,7 @@ class Decomposition:
     def _reader(self, d: Decisions, use: Use) -> tuple[Variable, int] | None:
         """Return the contraction that reads what a use brings; for a copy variable its first reader, if that is one."""
         if d.variables[use.target].kind == "copy":
-            if id(d) not in self._uses_from:
-                found: dict[int, list[Use]] = {}
-                for each in d.uses:
-                    found.setdefault(each.source, []).append(each)
-                self._uses_from[id(d)] = d, found
-            use = min(self._uses_from[id(d)][1].get(use.target, ()), key=lambda r: (r.target, r.position), default=use)
+            use = next(iter(d.readers.get(use.target, ())), use)
         reader = d.variables[use.target]
         return (reader, use.position) if reader.kind == "op" and reader.node and terms(reader.node) else None
 

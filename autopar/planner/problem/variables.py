@@ -154,6 +154,14 @@ class Decisions:
         return views_of(self.graph, whole=self.mesh.size == 1)
 
     @cached_property
+    def readers(self) -> Mapping[int, Sequence[Use]]:
+        """The uses of each variable's results, the first reader's first."""
+        found: dict[int, list[Use]] = {}
+        for use in sorted(self.uses, key=lambda use: (use.target, use.position)):
+            found.setdefault(use.source, []).append(use)
+        return found
+
+    @cached_property
     def shift(self) -> Mapping[int, int]:
         """The variables of equal layers that may be worth folding, and their likes one layer further on."""
         shift = shift_of(run for run in self.graph.repetition.runs if len(run.copies) >= MIN_COPIES)

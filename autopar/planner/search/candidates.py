@@ -26,6 +26,7 @@ from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution
 from autopar.solver.clock import now
+from autopar.solver.problem import USAGE_TOLERANCE
 
 SHARE_OF_TIME = 0.3
 """All baselines together take at most this share of the time limit; those that are left then are not compared. It is
@@ -34,9 +35,6 @@ far more than they need, so that what is compared does not hang on the clock."""
 ARRANGING_SHARE = 0.2
 LEAST_ARRANGING_S = 0.5
 """Of the time limit, and at least, for the collectives of one program."""
-
-ABOUT = 1.03
-"""Times a budget that the memory constraints may say: of the baselines of 16 models four held up to .3 % less."""
 
 
 def budget_bytes(cluster: Cluster, options: Options) -> float:
@@ -172,12 +170,12 @@ class BaselineCandidate:
 
     @cached_property
     def least_bytes(self) -> float:
-        """About the least that ``peak_bytes`` can be, as the memory constraints tell it, which see no program."""
+        """The least that ``peak_bytes`` can be, as the memory constraints tell it, which see no program."""
         return self.usages().peak(self.choice)
 
     def fits(self, budget: float) -> bool:
         """Whether ``peak_bytes`` are within ``budget`` bytes; it is measured only where that may be."""
-        return self.least_bytes <= ABOUT * budget and self.peak_bytes <= budget
+        return self.least_bytes <= (1 + USAGE_TOLERANCE) * budget and self.peak_bytes <= budget
 
     @cached_property
     def _tried(self) -> TriedArrangements:
