@@ -69,6 +69,46 @@ def test_every_inner_layer_is_a_block(name: str) -> None:
     assert run.copies.size > 0.7 * len(problem(name, 8).costs)
 
 
+@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_graph_knows_its_equal_layers(name: str, layers: int) -> None:
+    graph = captured(name, layers)
+    attentions = [n.name for n in graph.nodes if n.packet == "autopar.attention"]
+    assert [graph.likes.get(a) for a in attentions[1:-2]] == attentions[2:-1]
+    for node, like in graph.likes.items():
+        a, b = graph.by_name[node], graph.by_name[like]
+        assert (a.op, a.outputs, a.phase) == (b.op, b.outputs, b.phase)
+        assert [graph.meta(v) for v in a.inputs] == [graph.meta(v) for v in b.inputs]
+
+
+class Dropping(torch.nn.Module):
+    """Layers of which each drops more than the one before."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, linear in enumerate(self.linears):
+            x = torch.nn.functional.dropout(linear(x).relu(), 0.1 + 0.01 * i)
+        return x.sum()
+
+
+def test_equal_layers_may_drop_another_share() -> None:
+    graph = ColoTracer().capture(Dropping(8), {"x": torch.zeros(4, 8)}).graph
+    assert sum(graph.by_name[node].packet == "aten.relu" for node in graph.likes) >= 5
+
+
+def test_decisions_take_over_what_repeats_in_the_graph() -> None:
+    graph, mesh, options = captured("gpt2", 8), Mesh((8,)), Options()
+    d = decide(graph, mesh, options, resolve(graph, mesh, {}, {}))
+    asked = Problem(costs(d, prices := Prices(mesh, Cluster.load("dgx-h100").sized(8))), edges(d, prices))
+    (alone,), (known,) = find_runs(asked), find_runs(replace(asked, shift=d.shift))
+    assert {tuple(sorted(row)) for row in known.copies.tolist()} == {
+        tuple(sorted(row)) for row in alone.copies.tolist()
+    }
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_folded_optimum_is_the_whole_s(name: str) -> None:
     asked = Problem(problem(name, 8).costs, problem(name, 8).edges)
