@@ -108,8 +108,8 @@ class ActiveSet:
         nodes = self.decisions.graph.nodes
         turn = min(self.margins).node
         layer = (len(nodes) - turn) / max(depth, 1)
-        over = _peaks(program, self.decisions, timeline, budget)
-        near_turn = [p for p in _peaks(program, self.decisions, timeline, 0) if abs(p[0].node - turn) < layer]
+        over = peaks(program, self.decisions, timeline, budget)
+        near_turn = [p for p in peaks(program, self.decisions, timeline, 0) if abs(p[0].node - turn) < layer]
         for point, _ in (*over[:MAX_NEW_POINTS], *near_turn[:MAX_NEW_POINTS]):
             self.margins.setdefault(point, 0.0)
 
@@ -138,7 +138,7 @@ class ActiveSet:
             Whether any constraint is new or tighter.
         """
         changed = False
-        for point, (held, op) in _peaks(program, self.decisions, timeline, budget)[:MAX_NEW_POINTS]:
+        for point, (held, op) in peaks(program, self.decisions, timeline, budget)[:MAX_NEW_POINTS]:
             modelled = self._modelled(choice, point)
             new = point not in self.margins
             # A constraint that cuts off this program without a margin gets none yet: so far its bound holds for all.
@@ -199,7 +199,7 @@ class Held(NamedTuple):
     op: Op
 
 
-def _peaks(program: Program, d: Decisions, timeline: Sequence[int], budget: float) -> list[tuple[ProgramPoint, Held]]:
+def peaks(program: Program, d: Decisions, timeline: Sequence[int], budget: float) -> list[tuple[ProgramPoint, Held]]:
     """Return every local peak over ``budget`` with its point, the highest first."""
     held = held_by_point(program, d, timeline)
     sizes = [at.bytes for at in held.values()]

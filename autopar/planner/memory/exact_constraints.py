@@ -13,6 +13,7 @@ variables at which a schedule was found to exceed the limit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,15 +24,16 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.holding import ABSENT, KEEP, Action, Stored
-from autopar.ir import Graph, TensorMeta, Value
+from autopar.ir import TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.graphs.accumulation import is_gradient
-from autopar.planner.memory.points import ProgramPoint, Stage, end, rerun
+from autopar.planner.memory.active_set import peaks
+from autopar.planner.memory.points import ProgramPoint, Stage
 from autopar.planner.memory.usages import static_usages
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions, hold_key, rerun_key
-from autopar.program import AGAIN, Program
+from autopar.program import Program
 from autopar.sharding import Strategy
 from autopar.solver import Edge, Problem, Usage
 
@@ -47,26 +49,15 @@ MAX_NEW_POINTS = 8
 """The number of highest peaks over the budget that become constraints in one round."""
 
 
-def points_over(program: Program, graph: Graph, timeline: Sequence[int], budget: float) -> dict[ProgramPoint, int]:
+def points_over(program: Program, d: Decisions, timeline: Sequence[int], budget: float) -> dict[ProgramPoint, int]:
     """Return the points at which ``program`` has a local peak over ``budget``, with their bytes, the highest first.
 
-    What is done for a node before it runs counts at the node, but for what is run again.
+    What is done for a node counts at the node, but for what is run again.
     """
-    following = end(graph)
     found: dict[ProgramPoint, int] = {}
-    for i in range(len(timeline) - 1, -1, -1):
-        op = program.ops[i] if i < len(program.ops) else None
-        point = following
-        if op is not None and op.kind == "compute":
-            if op.name.endswith(AGAIN):
-                point = rerun(graph, op.node, following)
-            else:
-                point = following = ProgramPoint(graph.order[op.node])
-        around = [timeline[j] for j in (i - 1, i + 1) if 0 <= j < len(timeline)]
-        if timeline[i] > budget and timeline[i] >= max(around, default=0):
-            found[point] = max(found.get(point, 0), timeline[i])
-    highest = sorted(found, key=lambda m: -found[m])[:MAX_NEW_POINTS]
-    return {m: found[m] for m in highest}
+    for point, held in peaks(program, d, timeline, budget):
+        found.setdefault(point if point.stage == Stage.RERUN else ProgramPoint(point.node), held.bytes)
+    return dict(itertools.islice(found.items(), MAX_NEW_POINTS))
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ class CheckpointSearch:
                     best = Checkpointed(solution, program, memory, exact)
                 break
             starts = [*starts, solution.choice]
-            fresh = self._unseen(points_over(program, self.decisions.graph, memory.timeline, budget), solution.choice)
+            fresh = self._unseen(points_over(program, self.decisions, memory.timeline, budget), solution.choice)
             exact = exact and not any(m in self.moments for m in fresh)
             known = all(self.moments.get(m, -1.0) >= unseen for m, unseen in fresh.items())
             if known or now() > deadline:
@@ -289,7 +289,7 @@ class CheckpointSearch:
             program, memory = self.measured(chosen[:plain], 0.0)
             found.append((memory.peak_bytes, chosen[:plain]))
             reached = peak_usage(asked, chosen) * (1 + 1e-9)
-            over = self._unseen(points_over(program, self.decisions.graph, memory.timeline, reached), chosen[:plain])
+            over = self._unseen(points_over(program, self.decisions, memory.timeline, reached), chosen[:plain])
             if all(m in moments for m in over) or now() > deadline:
                 break
             moments |= over
