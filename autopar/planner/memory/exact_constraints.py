@@ -473,7 +473,7 @@ def _held_bytes(meta: TensorMeta, option: Strategy, action: Action, mesh: Mesh) 
     if not option.inputs:
         return 0.0, 0.0
     stored = 0
-    if isinstance(action, Stored) and not action.on_host:
+    if isinstance(action, Stored) and any(row.size == "stored" for row in action.lifetimes):
         stored = local_bytes(action.form(meta), option.inputs[0], mesh)
     return float(local_bytes(meta, option.inputs[0], mesh)), float(stored)
 
