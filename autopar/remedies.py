@@ -34,6 +34,9 @@ MOST_S = 10.0
 """Seconds that one trial may take at most, beside its capture; all together take at most the time limit of the search.
 Twelve layers of GPT-2 fit with two micro-batches, which ten seconds find and five do not."""
 
+ANY_GAP = 0.999
+"""With which the first plan that is found ends a trial."""
+
 LEAST_S = 0.5
 """Seconds of a trial below which it is not begun."""
 
@@ -104,7 +107,7 @@ class Trial:
                 graph = r.graph or capture_model(r.model, r.call, r.options, self.mesh.size).graph
                 graph = graph if self.rewrite is None else self.rewrite(graph)
                 left = max(seconds - (time.monotonic() - began), LEAST_S)
-                options = dataclasses.replace(r.options, time_limit_s=left, compare=False)
+                options = dataclasses.replace(r.options, time_limit_s=left, compare=False, gap=ANY_GAP)
                 planner.plan_forms(graph, self.mesh, r.cluster.sized(self.mesh.size), options)
         except Exception:  # noqa: BLE001  a model may refuse another batch or dtype with any error
             return False
@@ -126,7 +129,7 @@ def planned_or_remedied(search: Callable[[], Found], request: Request) -> Found:
 def with_remedies(error: InfeasibleError, request: Request) -> InfeasibleError:
     """``error`` with the changes of ``request`` that fit in its hint; ``error`` itself where there are none."""
     short = error.shortfall
-    found = [] if short is None or short.late else remedies(request, short)
+    found = [] if short is None else remedies(request, short)
     if not found:
         return error
     listed = found[0] if len(found) == 1 else f"{', '.join(found[:-1])}, or {found[-1]}"
@@ -138,14 +141,22 @@ def with_remedies(error: InfeasibleError, request: Request) -> InfeasibleError:
 
 
 def remedies(request: Request, short: Shortfall) -> list[str]:
-    """The least change of each kind with which a plan was found within the budget."""
+    """The least change of each kind with which a plan was found within the budget.
+
+    Where the time was too short for the search, it is for most trials: then only the greatest change of each kind is
+    tried, what divides memory most first, and each may take all the time that is left.
+    """
     kinds = [[trial for trial in kind if trial.may_fit(short)] for kind in _trials(_at_largest(request), short)]
+    if short.late:
+        kinds = sorted((kind[-1:] for kind in kinds if kind), key=lambda kind: -kind[0].divides)
     until = time.monotonic() + request.options.time_limit_s
     found: list[str] = []
     for i, kind in enumerate(kinds):
         for j, trial in enumerate(kind):
             left = len(kind) - j + sum(map(len, kinds[i + 1 :]))
-            seconds = min(request.captured_s + MOST_S, (until - time.monotonic()) / left)
+            seconds = until - time.monotonic()
+            if not short.late:
+                seconds = min(request.captured_s + MOST_S, seconds / left)
             if hurried() or seconds < request.captured_s + LEAST_S:
                 return found
             if request.progress is not None:

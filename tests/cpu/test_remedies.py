@@ -224,15 +224,31 @@ def test_what_is_hopeless_is_not_tried(tried) -> None:
     assert error.hint.endswith("; more ranks need less each.")
 
 
-def test_where_time_was_short_nothing_is_tried(tried) -> None:
+def test_where_time_was_short_the_greatest_changes_are_tried(tried) -> None:
     request = remedies.Request(
         Layered(64), call_of(Layered(64), rows()), (1,), Cluster.load(CPU), Options(), False, None, 0
     )
-    for late, trials in ((True, 0), (False, 7)):
+    for late, trials in ((False, 7), (True, 3)):
+        tried.clear()
         error = InfeasibleError("No plan fits.", hint="memory_budget=100; more ranks need less each.")
         error.shortfall = Shortfall(90, {"activations": 100}, (1,), late)
         assert remedies.with_remedies(error, request) is error
         assert len(tried) == trials
+    assert tried[0] == "on mesh (8,) with 8 ranks"
+    assert "accumulation_steps=8 " in tried[1]
+    assert "bf16" in tried[2], "which divides memory least"
+
+
+def test_a_trial_may_take_all_the_time_where_the_search_had_too_little(monkeypatch) -> None:
+    seconds: list[float] = []
+    monkeypatch.setattr(remedies.Trial, "fits", lambda trial, s: bool(seconds.append(s)))
+    request = remedies.Request(
+        Layered(64), call_of(Layered(64), rows()), (1,), Cluster.load(CPU), Options(time_limit_s=40), False, None, 0
+    )
+    for late in (False, True):
+        remedies.remedies(request, Shortfall(90, {"activations": 100}, (1,), late))
+    assert max(seconds[:7]) <= 10
+    assert all(39 < s <= 40 for s in seconds[7:])
 
 
 def test_all_trials_take_no_longer_than_the_search(tried) -> None:
