@@ -279,14 +279,20 @@ class _Component:
 
 
 def _components(network: Network, orbits: list[list[int]]) -> list[_Component]:
-    """Orbits that edges connect, aligned so that few edges join different rows."""
+    """Orbits that edges connect, aligned so that few edges join different rows.
+
+    An edge that all rows have to one node, such as the output of an encoder, connects nothing.
+    """
     place = {node: (o, t) for o, chain in enumerate(orbits) for t, node in enumerate(chain)}
     links: list[list[tuple[int, int, int]]] = [[] for _ in orbits]
+    around = network.around
     for o, chain in enumerate(orbits):
         t = len(chain) // 2
-        for _, _, other in network.around[chain[t]]:
+        of_all = {entry for node in (*chain[t - 1 : t], *chain[t + 1 : t + 2]) for entry in around[node]}
+        for entry in around[chain[t]]:
+            other = entry[2]
             found = place.get(other)
-            if found is not None and found[0] != o:
+            if found is not None and found[0] != o and entry not in of_all:
                 weight = min(network.sizes[other], network.sizes[chain[t]])
                 links[o].append((found[0], found[1] - t, weight))
                 links[found[0]].append((o, t - found[1], weight))

@@ -174,15 +174,7 @@ def _planned(
     search.timings["strategies"] = listed - started
     search.timings["build"] = built - listed
     search.timings["baselines"] = time.perf_counter() - built
-    state = SearchState()
-    for limit_s in limits:
-        if limit_s > limits[0]:
-            if state.is_done(search):
-                break
-            state = state.with_more_time(shortest(search, state) if state.best is not None else None)
-        ends = began + WORK_SHARE * limit_s - emitting_s(limit_s)
-        search = replace(search, options=replace(options, time_limit_s=limit_s), ends=ends)
-        state = run_phases(search, state, phases)
+    search, state = _searched(search, phases, limits, emitting_s)
 
     def planned(best: Candidate) -> Planned:
         looked_at = [b for b in search.baselines if options.compare or "candidate" in vars(b)]
@@ -203,6 +195,26 @@ def _planned(
     except InfeasibleError as error:
         error.leanest = lambda: planned(leanest(search, state))
         raise
+
+
+def _searched(
+    search: Search, phases: Sequence[Phase], limits: Sequence[float], emitting_s: Callable[[float], float]
+) -> tuple[Search, SearchState]:
+    """Run the phases as if each of the limits were all the time there is; return the last search, and what it found.
+
+    Args:
+        emitting_s: seconds that are set aside of a limit for what comes after the search.
+    """
+    state = SearchState()
+    for limit_s in limits:
+        if limit_s > limits[0]:
+            if state.is_done(search):
+                break
+            state = state.with_more_time(shortest(search, state) if state.best is not None else None)
+        ends = search.began + WORK_SHARE * limit_s - emitting_s(limit_s)
+        search = replace(search, options=replace(search.options, time_limit_s=limit_s), ends=ends)
+        state = run_phases(search, state, phases)
+    return search, state
 
 
 def _limits(limit_s: float) -> list[float]:
