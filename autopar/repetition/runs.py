@@ -151,7 +151,7 @@ def repetition(network: Network) -> Repetition:
 def grown(network: Network, shift: Mapping[int, int]) -> Repetition:
     """Find what repeats in a network of which so much is known."""
     nodes = range(len(network.labels))
-    return Repetition(tuple(_runs_of(network, _grow(network, shift.items(), nodes))), 2 * len(nodes))
+    return Repetition(tuple(_runs_of(network, _grow(network, shift.items(), nodes, known=True))), 2 * len(nodes))
 
 
 def _longest_runs(network: Network, left: Collection[int]) -> tuple[list[Run], int]:
@@ -205,13 +205,18 @@ def _by_size(looks: Sequence[int], left: Collection[int], least: int) -> list[tu
     return [members for turn in zip_longest(*groups) for members in turn if members is not None]
 
 
-def _grow(network: Network, seeds: Iterable[tuple[int, int]], left: Collection[int]) -> dict[int, int]:
+def _grow(
+    network: Network, seeds: Iterable[tuple[int, int]], left: Collection[int], *, known: bool = False
+) -> dict[int, int]:
     """Extend seed pairs to all pairs that equal edges lead to; the first to claim a node keeps it.
 
     Pairs whose surroundings are alike furthest come first: a stack of layers looks at its ends like what comes before
     or after it, as the last layer of an encoder like the first of the decoder. Of these, what is certain comes before
     seeds: where nodes of the forward and of the backward look alike, some seeds lead from one to the other. What all
     blocks read has many edges of one kind, which tell least.
+
+    Args:
+        known: whether the seeds are known to be right, and come before all that they lead to.
     """
     shift: dict[int, int] = {}
     taken: set[int] = set()
@@ -222,7 +227,10 @@ def _grow(network: Network, seeds: Iterable[tuple[int, int]], left: Collection[i
         heappush(waiting, (-network.agreement(node, image), doubt, next(order), node, image))
 
     for node, image in seeds:
-        wait(node, image, 1)
+        if known:
+            heappush(waiting, (-len(network.regions) - 1, 0, next(order), node, image))
+        else:
+            wait(node, image, 1)
     labels, around, looks = network.labels, network.around, network.looks
     while waiting:
         *_, node, image = heappop(waiting)
