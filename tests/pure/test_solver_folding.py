@@ -172,6 +172,15 @@ class TestRepetition:
         assert {run.copies.shape[1] for run in runs} == ({20, 31} if encoder > 4 else {31})
         assert all(len(run.copies) >= (encoder if run.copies.shape[1] == 20 else decoder) - 1 for run in runs)
 
+    @pytest.mark.parametrize(("encoder", "decoder"), [(6, 6), (8, 8), (12, 12), (12, 20), (20, 12), (32, 32)])
+    def test_runs_are_found_again_by_the_shift_of_their_middle(self, encoder: int, decoder: int) -> None:
+        """Whoever knows less of a run than there is gets all of it, though the two towers look alike at their ends."""
+        problem = encoder_and_decoder(encoder, decoder)
+        runs = find_runs(problem)
+        middles = [replace(run, copies=run.copies[1:-1]) for run in runs]
+        found = find_runs(replace(problem, shift=shift_of(middles)))
+        assert sorted(run.copies.shape for run in found) == sorted(run.copies.shape for run in runs)
+
     def test_a_layer_that_differs_in_turn_is_part_of_the_block(self) -> None:
         (run,) = find_runs(every_third_layer_differs(24))
         assert len(run.copies) >= 7
