@@ -46,7 +46,7 @@ class Run:
 
     Every edge of a block joins two of its nodes, or a node to one of the next or previous block, or a column to one
     node outside that all blocks share. That holds for the first and the last block too, whose neighbours are no part
-    of the run.
+    of the run, unless the network's ``ends`` count.
 
     Args:
         layers: equal parts of a block but for what they read outside: one, or more where layers of several kinds take
