@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from autopar.repetition.minimum_cut import least_crossing
 
-IndexArray: TypeAlias = npt.NDArray[np.int64]
-
 MOST_ROWS = 8
 """Of a block: of six layers of Gemma 3 five attend to a window and one to everything."""
 
@@ -53,16 +51,17 @@ class Run:
             turns. Their columns follow each other.
     """
 
-    copies: IndexArray
+    copies: npt.NDArray[np.int64]
     layers: int = 1
 
     @property
-    def rows(self) -> IndexArray:
+    def rows(self) -> npt.NDArray[np.int64]:
         """The nodes of each layer."""
         return self.copies.reshape(len(self.copies) * self.layers, -1)
 
 
 Entry: TypeAlias = tuple[int, int, int]
+"""An edge as one of its ends sees it: its kind, which end that is (0 or 1), and the node at the other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +70,7 @@ class Network:
 
     Args:
         labels: of each node; those of equal nodes are equal.
-        around: the edges of each node in order: the kind of the edge, the end that the node is (0 or 1), and the node
-            at the other end.
+        around: the edges of each node, in order.
         sizes: of each node. The smaller its ends, the cheaper an edge is to cut.
         least: layers of a run.
         ends: whether the first and the last layer of a stack count too, whose neighbours are unlike those of others.
@@ -86,7 +84,13 @@ class Network:
 
     @classmethod
     def of(
-        cls, labels: Sequence[int], edges: Iterable[Entry], sizes: Sequence[int], *, least: int, ends: bool = False
+        cls,
+        labels: Sequence[int],
+        edges: Iterable[tuple[int, int, int]],
+        sizes: Sequence[int],
+        *,
+        least: int,
+        ends: bool = False,
     ) -> Network:
         """Return the network of ``edges``: of each the kind, and the nodes at its ends."""
         around: list[list[Entry]] = [[] for _ in labels]
@@ -246,19 +250,17 @@ def _grow(
     return shift
 
 
-def _pairs(
-    here: Sequence[tuple[int, int, int]], there: Sequence[tuple[int, int, int]], alike: bool
-) -> Iterator[tuple[int, int, bool]]:
+def _pairs(here: Sequence[Entry], there: Sequence[Entry], alike: bool) -> Iterator[tuple[int, int, bool]]:
     """Neighbours over edges of one kind, where both nodes have as many of the kind, and whether they have one."""
     if alike:
-        for i, (matrix, side, other) in enumerate(here):
-            same = [here[j][:2] == (matrix, side) for j in (i - 1, i + 1) if 0 <= j < len(here)]
+        for i, (kind, side, other) in enumerate(here):
+            same = [here[j][:2] == (kind, side) for j in (i - 1, i + 1) if 0 <= j < len(here)]
             yield other, there[i][2], not any(same)
         return
     groups: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     for which, entries in enumerate((here, there)):
-        for matrix, side, other in entries:
-            groups.setdefault((matrix, side), ([], []))[which].append(other)
+        for kind, side, other in entries:
+            groups.setdefault((kind, side), ([], []))[which].append(other)
     for a, b in groups.values():
         if len(a) == len(b):
             yield from ((p, q, len(a) == 1) for p, q in zip(a, b, strict=True))
@@ -374,7 +376,7 @@ def _row(
         node = chain[row - begin]
         look.append(network.labels[node])
         entries = []
-        for matrix, side, other in network.around[node]:
+        for kind, side, other in network.around[node]:
             column, there = place.get(other, (-1, other))
             distance = there - row if column >= 0 else other
             if column >= 0 and abs(distance) > 1:
@@ -383,7 +385,7 @@ def _row(
                 column, distance = -1, other
             if network.ends and (column < 0 or distance):
                 column = distance = -1
-            entries.append((matrix, side, column, distance))
+            entries.append((kind, side, column, distance))
         entries.sort()
         look.append((c, tuple(entries)))
     return tuple(look)

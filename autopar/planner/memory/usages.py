@@ -92,7 +92,7 @@ class MemoryUsages:
 
     def peak(self, choice: Sequence[int]) -> float:
         """Return the most bytes that a choice holds at one point, as far as its options say: no more than its program
-        holds."""
+        holds, unless that gathers the operand of a product in parts."""
         held = np.array([size[choice[i]] for i, size in zip(self.variables, self.sizes, strict=True)])
         for rows, made, copy in self._copies:
             if self._is_as_made(copy, choice):

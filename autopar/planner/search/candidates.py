@@ -170,7 +170,7 @@ class BaselineCandidate:
 
     @cached_property
     def least_bytes(self) -> float:
-        """The least that ``peak_bytes`` can be, as the memory constraints tell it, which see no program."""
+        """The least that ``peak_bytes`` can be, as ``MemoryUsages.peak`` tells it, which sees no program."""
         return self.usages().peak(self.choice)
 
     def fits(self, budget: float) -> bool:
