@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Problem, evaluate, solve
+from autopar.solver import Problem, Solution, evaluate, solve
 from autopar.solver.dual import linear, nearest
 from autopar.solver.dual.nearest import Relaxed, relax_nearest
 from autopar.solver.integer import highs
@@ -43,17 +43,25 @@ def relaxed(graph: Graph, gap: float = 1e-6, taken: Iterable[Mapping[int, int]] 
     return relax_nearest(graph, (), magnitude_of(graph, math.inf), known, taken, gap, lambda: FOREVER_S)
 
 
+def limited(problem: Problem) -> tuple[Graph, Solution] | None:
+    """Return the network of a problem, as it gets to these programs, and the optimum; None where nothing is allowed or
+    no limit can bind."""
+    try:
+        graph = Graph(problem)
+        drop_forbidden(graph)
+        best = brute_force(problem)
+    except InfeasibleError:
+        return None
+    return (graph, best) if len(graph.limits) else None
+
+
 @settings(max_examples=150)
 @given(problems(limited=True), st.sampled_from([0.25, 1.0]))
 def test_the_bound_holds_and_the_optimum_is_no_better_than_with_all_columns(problem: Problem, share: float) -> None:
-    try:
-        graph = Graph(problem)
-        drop_forbidden(graph)  # as all graphs that get there
-        best = brute_force(problem)
-        if not len(graph.limits):
-            return
-    except InfeasibleError:
+    asked = limited(problem)
+    if asked is None:
         return
+    graph, best = asked
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nearest, "SHARE", share)
         found = relaxed(graph)
@@ -79,14 +87,10 @@ def test_the_bound_holds_and_the_optimum_is_no_better_than_with_all_columns(prob
 @settings(max_examples=60)
 @given(problems(limited=True))
 def test_a_known_choice_is_in_every_program(problem: Problem) -> None:
-    try:
-        graph = Graph(problem)
-        drop_forbidden(graph)
-        best = brute_force(problem)
-    except InfeasibleError:
+    asked = limited(problem)
+    if asked is None:
         return
-    if not len(graph.limits):
-        return
+    graph, best = asked
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nearest, "SHARE", 0.0)
         found = relaxed(graph, taken=[graph.project(best.choice)])
@@ -98,12 +102,10 @@ def test_a_known_choice_is_in_every_program(problem: Problem) -> None:
 @given(problems(limited=True))
 def test_what_is_dearer_is_so_beside_the_bound_that_is_told(problem: Problem) -> None:
     """Also where the last program's prices prove less than those of the one before."""
-    try:
-        graph = Graph(problem)
-        drop_forbidden(graph)
-        best = brute_force(problem)
-    except InfeasibleError:
+    asked = limited(problem)
+    if asked is None:
         return
+    graph, best = asked
     proven, calls = nearest._proven, []
 
     def worse(*arguments):
@@ -113,7 +115,7 @@ def test_what_is_dearer_is_so_beside_the_bound_that_is_told(problem: Problem) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nearest, "_proven", worse)
-        found = relaxed(graph, gap=-math.inf) if len(graph.limits) else None
+        found = relaxed(graph, gap=-math.inf)
     if found is None:
         return
     assert found.bound >= calls[0] - 1e-9
