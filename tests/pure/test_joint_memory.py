@@ -13,8 +13,9 @@ from autopar.errors import InfeasibleError
 from autopar.holding import KEEP, OFFLOAD
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, plan_graph
+from autopar.planner.memory.pair_nodes import PairNodes
 from autopar.planner.memory.points import ProgramPoint
-from autopar.planner.memory.redistributed_operands import RedistributedOperands
+from autopar.planner.memory.redistributed_operands import redistributed_operands
 from autopar.planner.memory.usages import memory_usages
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
@@ -53,7 +54,7 @@ def test_copies_hold_what_is_read_in_another_spec_than_it_is_made(seed: int) -> 
     problem = Objective(d, prices).problem()
     choice = random_solution(problem, seed).choice
     positions = tuple(map(ProgramPoint, range(0, len(graph.nodes), 3)))
-    operands = RedistributedOperands(d)
+    operands = PairNodes(redistributed_operands(d))
     extended = operands.extend(replace(problem, usages=memory_usages(d, options, positions), limit=math.inf), positions)
     states = operands.extend_choice(choice, positions)
     assert evaluate(extended, states)[0] == pytest.approx(evaluate(problem, choice)[0])
@@ -69,7 +70,7 @@ def test_a_copy_cannot_claim_to_be_what_it_is_not() -> None:
     _, _, d, prices = parts()
     problem = Objective(d, prices).problem()
     choice = random_solution(problem, 1).choice
-    operands = RedistributedOperands(d)
+    operands = PairNodes(redistributed_operands(d))
     extended = operands.extend(problem, (ProgramPoint(2),))
     states = list(operands.extend_choice(choice, (ProgramPoint(2),)))
     for node in range(len(problem.costs), len(states)):

@@ -46,7 +46,7 @@ def replan_nearby(
     d = decide(graph, mesh, options, resolve(graph, mesh, options.constraints, options.aliases), recompute=True)
     objective = Objective(d, Prices(mesh, cluster, options.backend, options.decomposed))
     kept, budget = _open_options(planned, d), budget_bytes(cluster, options)
-    active_set = ActiveSet(d, options)
+    active_set = ActiveSet(d, options, objective.prices.decomposition.may_gain)
     active_set.add_peaks_of(planned.program, planned.memory.timeline, budget, objective.depth)
     for _ in range(MAX_ROUNDS):
         problem = active_set.extend(objective.problem(active_set.usages(), budget))

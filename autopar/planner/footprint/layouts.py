@@ -153,12 +153,10 @@ def lies_by_rows(x: Layout) -> bool:
 def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
     """Return the nodes whose results share the memory of their operand.
 
-    If not ``whole``, the tensors are shards, and ops count that copy where strides do not allow a view: only local
-    shapes can tell.
+    If not ``whole``, the tensors are shards: what strides let be a view of whole tensors is one of shards too.
     """
-    if whole:
-        return whole_layouts(graph)[1]
-    return frozenset(n.name for n in graph.nodes if n.packet in VIEWS and n.inputs)
+    shared = whole_layouts(graph)[1]
+    return shared if whole else shared | {n.name for n in graph.nodes if n.packet in VIEWS and n.inputs}
 
 
 def whole_layouts(graph: Graph) -> tuple[dict[Value, Layout], frozenset[str]]:

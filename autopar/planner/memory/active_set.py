@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.graphs.accumulation import is_gradient
+from autopar.planner.memory.in_parts import MayDecompose, no_product
 from autopar.planner.memory.live_ranges import replaces_original
+from autopar.planner.memory.pair_nodes import PairNodes
 from autopar.planner.memory.points import ProgramPoint, end, replaced, rerun
-from autopar.planner.memory.redistributed_operands import RedistributedOperands
+from autopar.planner.memory.redistributed_operands import redistributed_operands
 from autopar.planner.memory.usages import MemoryUsages
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions
@@ -43,29 +45,35 @@ class ActiveSet:
 
     Args:
         margins: bytes set aside at each point.
+        may_decompose: which products may hold an operand or a result in parts.
         option_margins: bytes set aside at a point only if a variable takes an option: (point, variable, option).
     """
 
     decisions: Decisions
     options: Options
+    may_decompose: MayDecompose = no_product
     margins: dict[ProgramPoint, float] = field(default_factory=dict)
     option_margins: dict[tuple[ProgramPoint, int, int], float] = field(default_factory=dict)
-    redistributed: RedistributedOperands = field(init=False)
 
     def __post_init__(self) -> None:
-        self.redistributed = RedistributedOperands(self.decisions, decomposes=self.options.decomposed != "never")
         graph = self.decisions.graph
         # Memory is usually highest as the backward begins, and at the end.
         self.margins = self.margins or {ProgramPoint(graph.turn): 0.0, end(graph): 0.0}
 
     @cached_property
     def memory_usages(self) -> MemoryUsages:
-        return MemoryUsages.of(self.decisions, self.options)
+        return MemoryUsages.of(self.decisions, self.options, self.may_decompose)
+
+    @cached_property
+    def pairs(self) -> PairNodes:
+        """The nodes of what depends on two options."""
+        redistributed = redistributed_operands(self.decisions, self.may_decompose)
+        return PairNodes((*redistributed, *self.memory_usages.pair_nodes))
 
     def emptied(self) -> ActiveSet:
         """Return an active set of the same decisions with its first points only and no margins."""
-        emptied = ActiveSet(self.decisions, self.options)
-        emptied.redistributed, emptied.memory_usages = self.redistributed, self.memory_usages
+        emptied = ActiveSet(self.decisions, self.options, self.may_decompose)
+        emptied.memory_usages, emptied.pairs = self.memory_usages, self.pairs
         return emptied
 
     def copy(self) -> ActiveSet:
@@ -88,12 +96,12 @@ class ActiveSet:
         return (*self.memory_usages.at_points(tuple(self.margins)), *margins)
 
     def extend(self, problem: Problem) -> Problem:
-        """Add the nodes of redistributed operands to ``problem``, which has the constraints."""
-        return self.redistributed.extend(problem, tuple(self.margins))
+        """Add the nodes of what depends on two options to ``problem``, which has the constraints."""
+        return self.pairs.extend(problem, tuple(self.margins))
 
     def extend_choice(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Return ``choice`` as a choice of the extended problem."""
-        return self.redistributed.extend_choice(choice, tuple(self.margins))
+        return self.pairs.extend_choice(choice, tuple(self.margins))
 
     def restrict(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Return the part of an extended problem's choice that belongs to the decisions."""
@@ -165,7 +173,7 @@ class ActiveSet:
     def _modelled(self, choice: Sequence[int], point: ProgramPoint) -> float:
         """Return the bytes that the constraint at ``point`` counts, without its margin."""
         own = self.memory_usages.at_points((point,))
-        return sum(float(u.option[choice[u.node]]) for u in own) + self.redistributed.bytes(choice, point)
+        return sum(float(u.option[choice[u.node]]) for u in own) + self.pairs.bytes(choice, point)
 
     def _responsible_variable(self, point: ProgramPoint, op: Op) -> int | None:
         """Return the variable whose option says most about what is held while ``op`` runs.

@@ -7,13 +7,13 @@ of a value that nobody reads any more passes to its views.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.holding import Event
 from autopar.ir import Graph, Node, Phase, Value
-from autopar.planner.footprint.contraction import CONTRACTION
+from autopar.planner.footprint.layouts import MAYBE_VIEWS
 from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.memory.points import ProgramPoint, after, before, before_operands, replaced, rerun
@@ -134,13 +134,6 @@ def copy_range(d: Decisions, copy: Variable, live: LiveRanges) -> CopyRange | No
     return CopyRange(made, start, end, share) if share else None
 
 
-def first_product(d: Decisions, copy: int) -> int | None:
-    """Return the node of the first contraction that reads a copy, if any does. Where that is decomposed, it gathers the
-    copy, which until then is only what the rank has of it."""
-    readers = (d.variables[use.target].node for use in d.readers.get(copy, ()) if d.variables[use.target].kind == "op")
-    return min((d.graph.order[n.name] for n in readers if n is not None and n.packet == CONTRACTION), default=None)
-
-
 def last_in_made_spec(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoint:
     """Return the last point at which a result is held in the spec in which it is made."""
     at = live.at[value.node]
@@ -182,6 +175,16 @@ def _made_by_op(d: Decisions, value: Value) -> bool:
     return node is not None and node.op != "placeholder"
 
 
+def may_be_view(d: Decisions, node: Node) -> bool:
+    """Whether a node's result may share the memory of its operand on a rank."""
+    return node.name in d.views or is_reshape(d, node)
+
+
+def is_reshape(d: Decisions, node: Node) -> bool:
+    """Whether a node copies whole tensors, but perhaps no shards."""
+    return node.packet in MAYBE_VIEWS and node.name not in d.views and d.mesh.size > 1
+
+
 def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[ProgramPoint, float]:
     """Return the first point at which a view's memory counts as its own, and the share of its bytes that counts then.
 
@@ -192,12 +195,12 @@ def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[Progra
     base = d.graph.by_name[value.node]
     if base.op == "placeholder" or value in d.returned:
         return ProgramPoint(0), 0.0
-    views = [n for n, _ in d.graph.consumers[value] if n.name in d.views and n.phase == phase]
+    views = [n for n, _ in d.graph.consumers[value] if may_be_view(d, n) and n.phase == phase]
     size = sum(m.bytes for n in views for m in n.outputs if m is not None)
     share = min(1.0, d.graph.meta(value).bytes / size) if size else 1.0
     read = ProgramPoint(live.reads[phase][1].get(value, live.at[view.name]))
     first = max(last_in_made_spec(d, value, live), read).next
-    if base.name in d.views:
+    if may_be_view(d, base):
         earlier, part = inherited_memory(d, base, live)
         return max(first, earlier), share * part
     return first, share
@@ -206,7 +209,7 @@ def inherited_memory(d: Decisions, view: Node, live: LiveRanges) -> tuple[Progra
 def own_share(d: Decisions, value: Value, point: ProgramPoint, live: LiveRanges) -> float:
     """Return the share of a value's bytes that count at ``point`` as its own: 0 of a view while its base counts."""
     node = d.graph.by_name[value.node]
-    first, share = inherited_memory(d, node, live) if node.name in d.views else (point, 1.0)
+    first, share = inherited_memory(d, node, live) if may_be_view(d, node) else (point, 1.0)
     return share if first <= point else 0.0
 
 
@@ -268,17 +271,29 @@ def _find_released(d: Decisions, live: LiveRanges, *, holds: bool) -> None:
             continue
         last = max(nodes, key=d.graph.order.__getitem__)
         value = s.value if s.node is None else Value(s.node.name, out)
-        if value is not None and _is_released(d, s, value, nodes, live):
+        if value is not None and _is_released(d, s, value, last, live, alone=len(nodes) == 1):
             live.released_by[targets[0].phase][value] = last
 
 
-def _is_released(d: Decisions, source: Variable, value: Value, readers: Sequence[str], live: LiveRanges) -> bool:
+def _is_released(d: Decisions, source: Variable, value: Value, reader: str, live: LiveRanges, *, alone: bool) -> bool:
     if source.kind == "copy":
-        return not any(source.kept) and copy_range(d, source, live) is not None
+        return copy_range(d, source, live) is not None
     if source.kind == "hold":
-        return value not in d.returned and not _shared(d, value)
-    alone = source.kind == "op" and len(readers) == 1
-    return alone and own_share(d, value, ProgramPoint(live.at[readers[0]]), live) > 0
+        return value not in d.returned and not _base_is_there(d, value, ProgramPoint(live.at[reader]), live)
+    return alone and source.kind == "op" and own_share(d, value, ProgramPoint(live.at[reader]), live) > 0
+
+
+def _base_is_there(d: Decisions, view: Value, point: ProgramPoint, live: LiveRanges) -> bool:
+    """Whether memory that a view shares may be counted at a point of the backward as that of another value."""
+    node = d.graph.by_name[view.node]
+    if not may_be_view(d, node):
+        return False
+    base = node.inputs[0]
+    views = [n for n, _ in d.graph.consumers[base] if may_be_view(d, n) and n.phase == node.phase]
+    size = sum(m.bytes for n in views for m in n.outputs if m is not None)
+    read = base in live.backward and live.backward[base][1] >= point
+    outside = base in d.returned or d.graph.by_name[base.node].op == "placeholder"
+    return read or outside or size > d.graph.meta(base).bytes or _base_is_there(d, base, point, live)
 
 
 def _first_reads(graph: Graph, at: Mapping[str, int], phase: Phase) -> dict[Value, int]:

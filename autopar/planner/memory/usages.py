@@ -17,29 +17,32 @@ import numpy.typing as npt
 from autopar.holding import Event, Stored
 from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
 from autopar.planner.footprint.contraction import CONTRACTION
-from autopar.planner.footprint.layouts import MAYBE_VIEWS, Layout, of_shard, reshaped, whole_layouts
+from autopar.planner.footprint.layouts import Layout, of_shard, reshaped, whole_layouts
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.footprint.overwriting import may_overwrite
 from autopar.planner.footprint.state import state_bytes
 from autopar.planner.footprint.transients import min_transients
-from autopar.planner.footprint.transients_of_products import BLOCKS, least_share
+from autopar.planner.footprint.transients_of_products import BLOCKS
 from autopar.planner.graphs.shared import fixed_nodes
+from autopar.planner.memory.in_parts import InParts, MayDecompose, no_product
 from autopar.planner.memory.lifetimes import of_input, of_output
 from autopar.planner.memory.live_ranges import (
     PHASES,
     LiveRanges,
     copy_range,
-    first_product,
     held_points,
     inherited_memory,
+    is_reshape,
     last_in_made_spec,
     last_read,
     live_ranges,
+    may_be_view,
     own_share,
 )
-from autopar.planner.memory.points import ProgramPoint, after, before, end, replaced
+from autopar.planner.memory.pair_nodes import PairNode, fits
+from autopar.planner.memory.points import ProgramPoint, after, before, before_operands, end, replaced
 from autopar.planner.options import Options
-from autopar.planner.problem.variables import Decisions, Variable, copy_key, hold_key, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Variable, copy_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Usage
 from autopar.solver.clock import tick
@@ -47,128 +50,107 @@ from autopar.solver.clock import tick
 Array = npt.NDArray[np.float64]
 
 
-_Usage = tuple[Array, ProgramPoint, ProgramPoint]
-"""Bytes by option, and the points between which they are held."""
+class _Condition(NamedTuple):
+    """Another variable, and which of its options let something be held."""
+
+    variable: int
+    holds: npt.NDArray[np.bool_]
+
+
+class _Usage(NamedTuple):
+    """Bytes by option, and the points between which they are held, under a condition if there is one."""
+
+    sizes: Array
+    first: ProgramPoint
+    last: ProgramPoint
+    under: _Condition | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryUsages:
-    """What options hold for longer than one op: ``sizes[i]`` bytes by option of variable ``variables[i]``, between the
-    points ``first[i]`` and ``last[i]``."""
+    """What options hold for longer than one op: each variable with its bytes by option, and when they are held."""
 
     d: Decisions
     options: Options
-    variables: Sequence[int]
-    sizes: Sequence[Array]
-    first: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
+    rows: Sequence[tuple[int, _Usage]]
 
     @classmethod
-    def of(cls, d: Decisions, options: Options) -> MemoryUsages:
+    def of(cls, d: Decisions, options: Options, may_decompose: MayDecompose = no_product) -> MemoryUsages:
         tick("held variable", len(d.variables))
-        live, option_bytes = live_ranges(d), _OptionBytes(d, options)
+        live, option_bytes = live_ranges(d), _OptionBytes(d, options, InParts(d, may_decompose))
         made = _gradient_points(d, live)
-        found = [
-            (i, size, first, last)
-            for i, v in enumerate(d.variables)
-            for size, first, last in _usages_of(option_bytes, v, live, made)
-            if size.any()
-        ]
-        variables, sizes, first, last = zip(*found, strict=True) if found else ((), (), (), ())
-        return cls(d, options, variables, sizes, _keys(first), _keys(last))
+        found = ((i, row) for i, v in enumerate(d.variables) for row in _usages_of(option_bytes, v, live, made))
+        return cls(d, options, [(i, row) for i, row in found if row.first <= row.last and row.sizes.any()])
 
     def at_points(self, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
-        """Return what every option holds at each of ``points``, the i-th being time i of the result."""
+        """Return what every option holds by itself at each of ``points``, the i-th being time i of the result."""
         found: list[Usage] = []
-        others = self.options.in_flight - 1
-        kept = self._kept() if others else ()
+        others, (first, last) = self.options.in_flight - 1, self._range
+        alone = np.array([row.under is None for _, row in self.rows], dtype=bool)
+        kept = [self.rows[at] for at in np.flatnonzero(alone & self._kept).tolist()] if others else []
         for t, point in enumerate(points):
-            there = np.flatnonzero((self.first <= point.key) & (point.key <= self.last)).tolist()
-            found += [Usage(self.variables[i], self.sizes[i], t, t + 1) for i in there]
-            found += [Usage(self.variables[i], others * self.sizes[i], t, t + 1) for i in kept]
+            there = np.flatnonzero(alone & (first <= point.key) & (point.key <= last)).tolist()
+            found += [Usage(i, row.sizes, t, t + 1) for i, row in (self.rows[at] for at in there)]
+            found += [Usage(i, others * row.sizes, t, t + 1) for i, row in kept]
             found += _while_running(self.d, self.options, point, t)
         tick("usage", len(found))
         return tuple(found)
 
+    @cached_property
+    def pair_nodes(self) -> tuple[PairNode, ...]:
+        """What options hold only under options of another variable. The states of each node are: nothing is held; then
+        the sizes."""
+        others, kept, known = self.options.in_flight - 1, self._kept, dict[object, Array]()
+
+        def shared(array: Array) -> Array:
+            return known.setdefault((array.shape, array.tobytes()), array)
+
+        found = []
+        for at, (i, row) in enumerate(self.rows):
+            if row.under is not None:
+                sizes = np.unique(row.sizes)
+                fitting = fits([[True, *(size == sizes)] for size in row.sizes])
+                holding = fits([[not holds, *(holds for _ in sizes)] for holds in row.under.holds.tolist()])
+                held = shared(np.array([0.0, *sizes]))
+                throughout = shared(others * held) if others and kept[at] else None
+                pair = (i, row.under.variable), (shared(fitting), shared(holding))
+                found.append(PairNode(*pair, row.first, row.last, held, throughout=throughout))
+        return tuple(found)
+
     def peak(self, choice: Sequence[int]) -> float:
         """Return the most bytes that a choice holds at one point, as far as its options say: no more than its program
-        holds, unless that gathers the operand of a product in parts."""
-        held = np.array([size[choice[i]] for i, size in zip(self.variables, self.sizes, strict=True)])
-        for rows, made, copy in self._copies:
-            if self._is_as_made(copy, choice):
-                held[rows] = 0.0
-            elif self.d.variables[copy].kept[choice[copy]]:
-                held[made] = 0.0
-        for at, whole, rows in self._reshapes:
-            if self._may_be_view(self.d.variables[at], choice[at], whole):
-                held[rows] = 0.0
+        holds."""
+        held = np.array([row.sizes[choice[i]] for i, row in self.rows])
+        for at, (_, row) in enumerate(self.rows):
+            if row.under is not None and not row.under.holds[choice[row.under.variable]]:
+                held[at] = 0.0
         tick("mixed use", len(held))
         points, born, gone = self._events
         change = np.bincount(born, held, len(points) + 1) - np.bincount(gone, held, len(points) + 1)
         others = self.options.in_flight - 1
-        more = others * held[self._kept()].sum() if others else 0.0
-        return float(change.cumsum().max(initial=0.0) + more)
+        return float(change.cumsum().max(initial=0.0) + others * held[self._kept].sum())
 
     @cached_property
-    def _copies(self) -> list[tuple[list[int], list[int], int]]:
-        """The copies that may be kept for the backward instead of what an op made: what holds a copy, what holds the
-        original, and the variable of the copy."""
-        rows: dict[int, list[int]] = {}
-        for at, i in enumerate(self.variables):
-            rows.setdefault(i, []).append(at)
-        copies = [(i, v.value.node) for i, v in enumerate(self.d.variables) if any(v.kept) and v.value is not None]
-        makers = ((i, self.d.index[node]) for i, node in copies)
-        is_op = [v.kind == "op" for v in self.d.variables]
-        return [(rows.get(i, []), rows.get(made, []) if is_op[made] else [], i) for i, made in makers]
-
-    def _is_as_made(self, copy: int, choice: Sequence[int]) -> bool:
-        """Whether the copy that a variable decides is the value as it was made, which takes nothing."""
-        value = self.d.variables[copy].value
-        assert value is not None
-        made = self.d.index[value.node]
-        specs = (spec_made(self.d.variables[i].options[choice[i]], out) for i, out in ((made, value.index), (copy, 0)))
-        return len({*specs}) == 1
-
-    @cached_property
-    def _reshapes(self) -> list[tuple[int, Layout, list[int]]]:
-        """The ops that copy where strides allow no view: the variable of each, how its operand lies in memory where it
-        is not cut, and what holds its result and views of it."""
-        d, (layouts, _) = self.d, whole_layouts(self.d.graph)
-        root: dict[str, str] = {}
-        for node in d.graph.nodes:
-            if node.packet in MAYBE_VIEWS and node.name not in d.views:
-                root[node.name] = node.name
-            elif node.name in d.views and node.inputs[0].node in root:
-                root[node.name] = root[node.inputs[0].node]
-        rows: dict[str, list[int]] = {}
-        for at, i in enumerate(self.variables):
-            v = d.variables[i]
-            if v.kind == "op" and v.about in root:
-                rows.setdefault(root[v.about], []).append(at)
-        return [(d.index[name], layouts[d.graph.by_name[name].inputs[0]], at) for name, at in rows.items()]
-
-    def _may_be_view(self, v: Variable, choice: int, whole: Layout) -> bool:
-        option, mesh = v.options[choice], self.d.mesh
-        assert v.node is not None and v.node.outputs[0] is not None
-        read, made = option.inputs[0], option.outputs[0]
-        if read is None or made is None:
-            return False
-        shape = self.d.graph.meta(v.node.inputs[0]).local_shape(read, mesh)
-        return reshaped(of_shard(whole, shape), v.node.outputs[0].local_shape(made, mesh)) is not None
+    def _range(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The keys of the points between which each row is held."""
+        return _keys([row.first for _, row in self.rows]), _keys([row.last for _, row in self.rows])
 
     @cached_property
     def _events(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The points at which something begins to be held, and for each thing that is, the first of them at which it is
         and at which it is no more."""
-        points = np.unique(self.first)
-        return points, np.searchsorted(points, self.first), np.searchsorted(points, self.last, side="right")
+        first, last = self._range
+        points = np.unique(first)
+        return points, np.searchsorted(points, first), np.searchsorted(points, last, side="right")
 
-    def _kept(self) -> list[int]:
-        """Return the indices of what is kept from the forward for the backward of one micro-batch."""
-        turn = before(self.d.graph.turn).key
-        there = np.flatnonzero((self.first < turn) & (turn <= self.last)).tolist()
+    @cached_property
+    def _kept(self) -> npt.NDArray[np.bool_]:
+        """Which rows are kept from the forward for the backward of one micro-batch."""
+        (first, last), turn = self._range, before(self.d.graph.turn).key
         fixed = fixed_nodes(self.d.graph)
-        return [i for i in there if _is_per_micro_batch(self.d.variables[self.variables[i]], fixed)]
+        each = [_is_per_micro_batch(self.d.variables[i], fixed) for i, _ in self.rows]
+        kept: npt.NDArray[np.bool_] = (first < turn) & (turn <= last) & np.array(each, dtype=bool)
+        return kept
 
 
 def _keys(points: Sequence[ProgramPoint]) -> npt.NDArray[np.int64]:
@@ -212,15 +194,14 @@ def static_usages(
         views_tied: leave out hold variables of views, which share the memory of their base.
     """
     live = live_ranges(d, holds=holds)
-    made, sizes = _gradient_points(d, live), _OptionBytes(d, options)
+    made, sizes = _gradient_points(d, live), _OptionBytes(d, options, InParts(d))
     found: list[Usage] = []
     for i, v in enumerate(d.variables):
         view = v.kind == "hold" and v.value is not None and v.value.node in d.views
         if v.kind == "hold" and (not holds or (view and views_tied)):
             continue
-        for size, first, last in _usages_of(sizes, v, live, made):
-            if first <= point <= last and size.any():
-                found.append(Usage(i, size, time, time + 1))
+        there = (row for row in _usages_of(sizes, v, live, made) if row.first <= point <= row.last)
+        found += [Usage(i, row.sizes, time, time + 1) for row in there if row.sizes.any()]
     return found + _while_running(d, options, point, time)
 
 
@@ -230,6 +211,7 @@ class _OptionBytes:
 
     d: Decisions
     options: Options
+    parts: InParts
     cache: dict[object, Array] = field(default_factory=dict)
 
     def made(self, meta: TensorMeta, options: tuple[Strategy, ...], out: int) -> Array:
@@ -254,23 +236,50 @@ class _OptionBytes:
             self.cache[key] = np.array([float(local_bytes(meta, s, self.d.mesh)) if s else 0.0 for s in specs])
         return self.cache[key]
 
-    def in_parts(
-        self, node: Node, options: tuple[Strategy, ...], position: int = 0, *, made: bool = False, blocks: int = BLOCKS
-    ) -> Array | float:
-        """Return the least share of what ``node`` reads, or with ``made`` of what it makes, that is there at once.
+    def in_parts(self, v: Variable, operand: int, blocks: int = BLOCKS) -> Array:
+        """Return by option the least share of what an op reads, or with -1 of what it makes, that is there at once."""
+        product = self.parts.of(self.d.index[v.key], operand)
+        return self.of_specs(self.parts.shares(product, blocks), v.options, operand)
 
-        Most operands are read as they are made. Unless products are decomposed on demand, they count whole: with a
-        share of them the search of Llama 3 8B within half of its peak took 6 seconds more to find the same plan.
-        """
-        if node.packet != CONTRACTION or self.options.decomposed in (("never",) if made else ("never", "near")):
-            return 1.0
-        options = self.d.interned.of(options)
-        key = id(options), position, made, blocks
-        if key not in self.cache:
-            specs = ((spec_made if made else spec_read)(o, position) for o in options)
-            shares = (least_share(s, self.d.mesh, made=made, blocks=blocks) if s else 1.0 for s in specs)
-            self.cache[key] = np.array([*shares])
-        return self.cache[key]
+    def of_specs(self, shares: Mapping[ShardingSpec, float], options: tuple[Strategy, ...], position: int) -> Array:
+        """Return the share of each option, by the spec in which it takes an operand, or with -1 makes a result; one
+        number if it is 1 of all."""
+        if not shares:
+            return np.ones(1)
+        specs = (spec_made(o, 0) if position < 0 else spec_read(o, position) for o in options)
+        found = tuple(shares.get(s, 1.0) if s else 1.0 for s in specs)
+        return self.cache.setdefault(found, np.array(found))
+
+    def copies(self, node: Node) -> npt.NDArray[np.bool_]:
+        """Return under which options a reshape copies what it reads as it is; where strides allow a view on a rank, it
+        may be one."""
+        d, v = self.d, self.d.variables[self.d.index[node.name]]
+        value, made = node.inputs[0], node.outputs[0]
+        assert made is not None
+        if node.name in d.views or self.unless_view(d.graph.by_name[value.node]) is not None:
+            return np.zeros(len(v.options), dtype=bool)
+        whole, meta = self.whole_layouts[value], d.graph.meta(value)
+
+        def is_view(option: Strategy) -> bool:
+            read, result = spec_read(option, 0), spec_made(option, 0)
+            if read is None or result is None:
+                return False
+            shard = of_shard(whole, meta.local_shape(read, d.mesh))
+            return reshaped(shard, made.local_shape(result, d.mesh)) is not None
+
+        return np.array([not is_view(o) for o in v.options], dtype=bool)
+
+    def unless_view(self, node: Node) -> _Condition | None:
+        """Return under which options memory of its own is held for a value that is a reshape, or a view of one."""
+        while node.name in self.d.views:
+            node = self.d.graph.by_name[node.inputs[0].node]
+        if not may_be_view(self.d, node) or (copies := self.copies(node)).all():
+            return None
+        return _Condition(self.d.index[node.name], copies)
+
+    @cached_property
+    def whole_layouts(self) -> Mapping[Value, Layout]:
+        return whole_layouts(self.d.graph)[0]
 
     def state(self, meta: TensorMeta, options: tuple[Strategy, ...], trainable: bool) -> Array:
         """Return a parameter's bytes by option, in four rows: itself, its optimizer state, its gradient and the
@@ -297,7 +306,7 @@ def _usages_of(
         yield from _copy_usages(sizes, v, v.value, live)
     elif v.kind == "output" and v.value is not None:
         row, first = of_output(d.graph, d.output_of[v.key]), after(last_read(d, v.value, live))
-        yield sizes.made(d.graph.meta(v.value), v.options, 0), first, _event_point(d, live, row.dies, first)
+        yield _Usage(sizes.made(d.graph.meta(v.value), v.options, 0), first, _event_point(d, live, row.dies, first))
     elif v.kind == "hold" and v.value is not None:
         yield from _held_usages(sizes, v, v.value, live)
     elif v.kind == "op" and v.node is not None:
@@ -315,7 +324,7 @@ def _input_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRang
         for row in of_input(d.graph, meaning, meta, sizes.options, cut=is_cut):
             size = shards if row.size == "shard" else np.full(len(v.options), float(meta.bytes))
             first, last = (_event_point(d, live, when, read) for when in (row.born, row.dies))
-            yield size * (cut == is_cut) * row.times, first, last
+            yield _Usage(size * (cut == is_cut) * row.times, first, last)
 
 
 def _event_point(d: Decisions, live: LiveRanges, when: Event, read: ProgramPoint) -> ProgramPoint:
@@ -347,13 +356,15 @@ def _certainly_read(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoin
 def _held_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
     """Yield what a value takes that is held for the backward, by the lifetimes of each action."""
     d, meta = sizes.d, sizes.d.graph.meta(value)
-    at = held_points(d, value, live)
+    at, under = held_points(d, value, live), sizes.unless_view(d.graph.by_name[value.node])
     for action in dict.fromkeys(v.actions):
         chosen = np.array([a == action for a in v.actions])
         for row in action.lifetimes:
             if row.born in at and row.dies in at:
-                form = action.form(meta) if row.size == "stored" and isinstance(action, Stored) else meta
-                yield sizes.made(form, v.options, 0) * chosen, at[row.born], at[row.dies]
+                if row.size == "stored" and isinstance(action, Stored):  # which is no view
+                    yield _Usage(sizes.made(action.form(meta), v.options, 0) * chosen, at[row.born], at[row.dies])
+                else:
+                    yield _Usage(sizes.made(meta, v.options, 0) * chosen, at[row.born], at[row.dies], under)
 
 
 def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _GradientPoints]) -> Iterator[_Usage]:
@@ -362,50 +373,73 @@ def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _Grad
     over, meaning, meta = end(d.graph), d.graph.input_of[v.node.name], v.node.outputs[0]
     parameters, optimizer, gradients, step = sizes.state(meta, v.options, meaning.trainable)
     on_host = np.array(v.host_state_bytes or (0,) * len(v.options), dtype=np.float64)
-    yield parameters + optimizer - on_host, ProgramPoint(0), over
+    yield _Usage(parameters + optimizer - on_host, ProgramPoint(0), over)
     unreduced = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
     first, reduced = made.get(meaning.name, (over, over.node))
-    yield np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), first, before(reduced)
-    yield unreduced, ProgramPoint(reduced), over.preparing
-    yield gradients, over, over
-    yield step * (on_host == 0), over, over
+    yield _Usage(np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), first, before(reduced))
+    yield _Usage(unreduced, ProgramPoint(reduced), over.preparing)
+    yield _Usage(gradients, over, over)
+    yield _Usage(step * (on_host == 0), over, over)
 
 
 def _copy_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
-    d = sizes.d
+    d, parts = sizes.d, sizes.parts
     size = sizes.made(d.graph.meta(value), v.options, 0)
-    size = size * sizes.in_parts(d.graph.by_name[value.node], v.options, made=True, blocks=1)
+    size = size * sizes.of_specs(parts.shares(parts.of(d.index[value.node], -1), blocks=1), v.options, -1)
     kept = np.array(v.kept or (False,) * len(v.options))
     if (found := copy_range(d, v, live)) is not None:
-        product = first_product(d, d.index[v.key]) if sizes.options.decomposed != "never" else None
-        first = found.first if product is None else max(found.first, ProgramPoint(product))
-        yield found.share * size * ~kept, first, found.last
-    # Until then the forward's own copy counts; where no variable says what is held, what the forward made does.
-    held = hold_key(value) in d.index or d.graph.by_name[value.node].op == "placeholder"
-    if kept.any() and held and value in live.backward:
-        yield size * kept, after(live.forward.get(value, -1)), live.backward[value][1]
+        product = parts.first_of_copy(d.index[v.key])
+        gathered = sizes.of_specs(parts.shares(product), v.options, -1) < 1
+        at = ProgramPoint(d.graph.order[product.node.name]) if product is not None else found.first
+        yield _Usage(found.share * size * ~kept * ~gathered, found.first, found.last)
+        yield _Usage(found.share * size * ~kept * gathered, max(found.first, at), found.last)
+    if kept.any() and value in live.backward:  # until then the forward's own copy counts
+        last = live.backward[value][1]
+        gone = last.preparing if value in live.released_by["backward"] else last
+        yield _Usage(size * kept, after(live.forward.get(value, -1)), gone)
 
 
 def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -> Iterator[_Usage]:
     d = sizes.d
     at = live.at[node.name]
-    for value in dict.fromkeys(node.inputs):
+    for value in dict.fromkeys(node.inputs if not is_reshape(d, node) else ()):
         if live.released_by[node.phase].get(value) == node.name:
             position = node.inputs.index(value)
-            size = sizes.read(d.graph.meta(value), v.options, position) * sizes.in_parts(node, v.options, position)
-            yield own_share(d, value, ProgramPoint(at), live) * size, ProgramPoint(at), ProgramPoint(at)
-    # While it runs it may overwrite an operand, and constraints must not count more than is held.
-    first, share = after(at) if may_overwrite(node, d.graph) else ProgramPoint(at), 1.0
-    if node.name in d.views:
+            size = sizes.read(d.graph.meta(value), v.options, position) * sizes.in_parts(v, position)
+            yield _Usage(own_share(d, value, ProgramPoint(at), live) * size, ProgramPoint(at), ProgramPoint(at))
+    for out, result in enumerate(node.outputs):
+        for row in _result_usages(sizes, v, node, out, live) if result is not None else ():
+            yield from _until_gathered(sizes, Value(node.name, out), row, live)
+
+
+def _result_usages(sizes: _OptionBytes, v: Variable, node: Node, out: int, live: LiveRanges) -> Iterator[_Usage]:
+    d, at, result = sizes.d, ProgramPoint(live.at[node.name]), node.outputs[out]
+    assert result is not None
+    size, last = sizes.made(result, v.options, out), last_in_made_spec(d, Value(node.name, out), live)
+    if may_be_view(d, node):
         first, share = inherited_memory(d, node, live)
-    for out, result in enumerate(node.outputs if share else ()):
-        if result is None:
-            continue
-        size, last = share * sizes.made(result, v.options, out), last_in_made_spec(d, Value(node.name, out), live)
-        if node.packet == CONTRACTION:
-            yield size * sizes.in_parts(node, v.options, made=True), first, first
-            size, first = size * sizes.in_parts(node, v.options, made=True, blocks=1), first.next
-        yield size, first, last
+        copies = sizes.copies(node)
+        yield _Usage(size * share * ~copies, first, last)
+        yield _Usage(size * copies, at, last)
+    elif node.packet == CONTRACTION:
+        yield _Usage(size * sizes.in_parts(v, -1), at, at)
+        yield _Usage(size * sizes.in_parts(v, -1, blocks=1), at.next, last)
+    else:  # while it runs it may overwrite an operand, and constraints must not count more than is held
+        yield _Usage(size, after(at.node) if may_overwrite(node, d.graph) else at, last)
+
+
+def _until_gathered(sizes: _OptionBytes, value: Value, row: _Usage, live: LiveRanges) -> Iterator[_Usage]:
+    """Yield what a result of the forward holds, in two parts if the backward may keep instead what the forward
+    gathers."""
+    d, first = sizes.d, live.reads["forward"][0].get(value)
+    copy = d.index.get(copy_key(value, "backward"))
+    kept = d.variables[copy].kept if copy is not None else ()
+    if copy is None or first is None or not any(kept) or row.last <= before_operands(first):
+        yield row
+    else:
+        gathered = before_operands(first)
+        yield row._replace(last=gathered)
+        yield row._replace(first=max(row.first, gathered.next), under=_Condition(copy, ~np.array(kept)))
 
 
 class _GradientPoints(NamedTuple):

@@ -89,6 +89,7 @@ class Decomposition:
     wanted: str
     axes: frozenset[int]
     _gains: dict[tuple[object, ...], tuple[Array | None, tuple[object, ...]]] = field(default_factory=dict)
+    _may_gain: dict[tuple[object, ...], tuple[npt.NDArray[np.bool_], object]] = field(default_factory=dict)
     _sums: dict[tuple[int, int], tuple[Array, Array, Array]] = field(default_factory=dict)
 
     def seconds(self, pair: Pair) -> float:
@@ -248,6 +249,32 @@ class Decomposition:
                 source = names.comes_from(dim) if names is not None else None
                 if source is not None:
                     yield Step("reduce_scatter", axis, dim), source[0]
+
+    def may_gain(self, graph: Graph, node: Node, options: tuple[Strategy, ...], operand: int) -> npt.NDArray[np.bool_]:
+        """Return under which options a product may be decomposed beside the gather of an operand, from whatever spec it
+        is, or with -1 beside the scatter of its result."""
+        metas = tuple(graph.meta(v) for v in node.inputs)
+        key = equation(node), metas, node.outputs, id(options), operand
+        if key not in self._may_gain:
+            found = np.zeros(len(options), dtype=bool)
+            own = self.prices.node_seconds(graph, node, options) if self.wanted != "never" and terms(node) else found
+            for i, option in enumerate(options if own is not found else ()):
+                for pair in self._pairs_of(node, metas, option, operand):
+                    apart_s = own[i] + self.prices.step_seconds(pair.step, pair.before, pair.meta)[0]
+                    found[i] |= self.wanted == "always" or self.seconds(pair) < (1 + ROUNDING) * apart_s
+            self._may_gain[key] = found, options
+        return self._may_gain[key][0]
+
+    def _pairs_of(self, node: Node, metas: tuple[TensorMeta, ...], option: Strategy, operand: int) -> Iterator[Pair]:
+        """Yield the pairs with the gather of an operand, or with -1 those with the scatter of the result."""
+        if operand < 0:
+            before, meta = spec_made(option, 0), node.outputs[0]
+            for step, cut in self._scattered(before, node):
+                assert before is not None and meta is not None
+                yield Pair(node, metas, option, step, cut, before, meta)
+        elif (after := spec_read(option, operand)) is not None:
+            for gathered, step in self._gathered_from(after, node, operand):
+                yield Pair(node, metas, option, step, operand, gathered, metas[operand])
 
     # In the program.
 

@@ -100,7 +100,9 @@ class Search:
 
     def constraints(self, decisions: Decisions) -> ActiveSet:
         """Memory constraints at the first points only."""
-        return self._memo.of("constraints", (decisions,), lambda: ActiveSet(decisions, self.options)).emptied()
+        may_decompose = self.prices.decomposition.may_gain
+        made = self._memo.of("constraints", (decisions,), lambda: ActiveSet(decisions, self.options, may_decompose))
+        return made.emptied()
 
     def boundaries(self, objective: Objective) -> frozenset[int]:
         """The hold variables of what crosses from layer to layer."""
