@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.errors import PlanError
@@ -63,6 +64,23 @@ def test_zero_3_gathers_where_used_and_zero_2_once():
     tight = baseline("llama", "ZeRO-3", (2,), zero2.peak_memory - 1)
     assert tight.peak_memory < zero2.peak_memory
     assert zero3.step_time <= tight.step_time
+
+
+class Rows(nn.Module):
+    """Takes batch and sequence together as rows, which can only be cut evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).flatten(0, 1).square().mean()
+
+
+def test_what_not_all_ranks_can_divide_is_cut_over_as_many_as_can():
+    plan = autopar.plan(Rows(), torch.zeros(28, 5, 64), mesh=(2, 3), cluster="dgx-h100", search="baseline:ZeRO-3")
+    assert str(plan.specs["linear"]) == "S01RR"
+    assert str(plan.specs["view"]) == "S0R"
 
 
 def test_hsdp_cuts_parameters_over_one_axis_and_replicates_over_the_other():

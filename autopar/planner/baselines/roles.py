@@ -10,6 +10,7 @@ that a baseline is the best plan of its kind, priced and simulated like any othe
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,8 +277,10 @@ class Restrictions:
             experts: Role = ("among", self.experts.get(v.node.name, frozenset()))
             moving = baseline.experts if experts[1] else ()
             apart = tuple(a for a in baseline.data if a not in moving)
+            roles: tuple[tuple[tuple[int, ...], Role], ...]
             roles = (apart, data), (moving, experts), (baseline.tensor, cut)
-            return _op_mask(v.options, (*roles, (baseline.context, self._context_role(v.node))))
+            roles = *roles, (baseline.context, self._context_role(v.node))
+            return _op_mask(v.options, roles, self.decisions.mesh)
         if v.kind == "parameter" and v.node is not None:
             label = tensor.parameters.get(v.node.name) if tensor else None
             if baseline.experts and v.node.name in self.of_experts:
@@ -365,15 +368,19 @@ def _cut(v: Variable, tensor: TensorParallel, *, sequence: bool) -> object:
     return tensor.factors.get(name), between, tensor.parameters.get(name)
 
 
-def _op_mask(options: Sequence[Strategy], roles: Sequence[tuple[tuple[int, ...], Role]]) -> Mask:
-    """Return the strategies in which the axes of each role do as it says; if there are none, the replicated ones; else
-    all."""
+def _op_mask(options: Sequence[Strategy], roles: Sequence[tuple[tuple[int, ...], Role]], mesh: Mesh) -> Mask:
+    """Return the strategies in which the axes of each role do as it says. Where they cannot all, since 12 ranks divide
+    no batch of 2,048, those of the most ranks do that can, and the others replicate; if there are none, all of them."""
     mask = np.ones(len(options), dtype=bool)
     for axes, role in roles:
-        each = [np.array([_allows(role, o.axes[a]) for o in options]) for a in axes]
-        both = np.logical_and.reduce([mask, *each])
-        whole = np.logical_and.reduce([mask, *(np.array([not o.axes[a] for o in options]) for a in axes)])
-        mask = both if both.any() else whole if whole.any() else mask
+        does = {a: np.array([_allows(role, o.axes[a]) for o in options]) for a in axes}
+        whole = {a: np.array([not o.axes[a] for o in options]) for a in axes}
+        subsets = itertools.chain.from_iterable(itertools.combinations(axes, n) for n in range(len(axes) + 1))
+        for some in sorted(subsets, key=lambda some: -math.prod(mesh.shape[a] for a in some)):
+            found = np.logical_and.reduce([mask, *(does[a] if a in some else whole[a] for a in axes)])
+            if found.any():
+                mask = found
+                break
     return mask
 
 
