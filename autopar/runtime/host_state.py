@@ -222,7 +222,13 @@ def _states(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[Any, Te
 
 def _on_host(parameter: nn.Parameter, value: Tensor) -> bool:
     elsewhere = _local(value).device.type != _local(parameter).device.type
-    return elsewhere or getattr(value, "_autopar_on_host", False)
+    return elsewhere or is_kept_on_host(value)
+
+
+def is_kept_on_host(value: Tensor) -> bool:
+    """Whether optimizer state stands for what ``keep_state_on_host`` took to the host, which may be the CPU's own
+    memory."""
+    return getattr(value, "_autopar_on_host", False)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar import _torch
 from autopar.ops.registration import IMPLEMENTATIONS
+from autopar.runtime.host_state import is_kept_on_host
 from autopar.spmd import allocating_on_host
 
 
@@ -76,9 +77,9 @@ class MemoryMeter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def held_by(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """Return the tensors that live between steps: parameters, gradients, buffers and optimizer state."""
+    """Return the tensors that live on the device between steps: parameters, gradients, buffers and optimizer state."""
     parameters = list(module.parameters())
     found: list[Any] = [*parameters, *module.buffers(), *(p.grad for p in parameters if p.grad is not None)]
     if optimizer is not None:
         found += tree_leaves([dict(s) for s in optimizer.state.values()])
-    return [t for t in found if isinstance(t, Tensor)]
+    return [t for t in found if isinstance(t, Tensor) and not is_kept_on_host(t)]
