@@ -33,7 +33,8 @@ def masks_as_in_eager(names: Sequence[str], *, cached: bool) -> Iterator[None]:
 
     Under export these models build the [b, 1, s, s] mask instead, which needs another kernel than the one that will
     run. The mask stays if inputs may contain padding or packed sequences; with a cache (``cached``) the models do not
-    look for packed sequences.
+    look for packed sequences. It also stays in models that make a padding mask themselves, whose values no capture
+    knows.
     """
     masking = _masking()
     packed = any("position" in n for n in names) and not cached
@@ -42,7 +43,7 @@ def masks_as_in_eager(names: Sequence[str], *, cached: bool) -> Iterator[None]:
             replaced = {
                 "find_packed_sequence_indices": lambda *a, **k: None,
                 "is_torchdynamo_exporting": lambda *a, **k: False,
-                "is_tracing": lambda *a, **k: False,
+                "is_tracing": lambda tensor=None: tensor is not None,
             }
             for name, function in replaced.items():
                 if hasattr(masking, name):

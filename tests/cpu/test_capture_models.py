@@ -296,6 +296,17 @@ def test_hugging_face_attention_stays_causal_without_a_mask() -> None:
     assert len(node.inputs) == 3
 
 
+def test_hugging_face_models_may_make_a_padding_mask_themselves() -> None:
+    """BioGPT makes one of ones where it is given none, and asks whether all of it is true."""
+    sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    drops = dict.fromkeys(
+        ("layerdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"), 0.0
+    )
+    config = transformers.BioGptConfig(**sizes, **drops)
+    ids = torch.randint(32, (2, 8))
+    assert_simulates(transformers.BioGptForCausalLM(config).double(), dict(input_ids=ids))
+
+
 def test_hugging_face_attention_mask_is_honoured() -> None:
     ids = torch.randint(32, (2, 8))
     mask = torch.ones_like(ids)
