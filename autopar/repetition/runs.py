@@ -10,7 +10,7 @@ right one and has no equal rows. What is outside the runs of the best, such as a
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -192,9 +192,16 @@ def _repeated(runs: Sequence[Run]) -> int:
 
 def _classes(network: Network, left: Collection[int]) -> list[tuple[int, ...]]:
     """Classes of nodes that look alike, and of those that do so with all around them, in turns: one of each size, the
-    commonest sizes first, then another of each."""
+    commonest sizes first, then another of each. Those come last in which hardly two have the same around them: a layer
+    has several of these, such as the two weights of a gated feed-forward."""
     turns = zip_longest(*(_by_size(region, left, network.least) for region in (network.looks, network.regions[-1])))
-    return list(dict.fromkeys(members for turn in turns for members in turn if members is not None))
+    found = dict.fromkeys(members for turn in turns for members in turn if members is not None)
+
+    def is_mixed(members: tuple[int, ...]) -> bool:
+        around = Counter(network.regions[-1][node] for node in members)
+        return 2 * max(around.values()) <= len(members)
+
+    return sorted(found, key=is_mixed)
 
 
 def _by_size(looks: Sequence[int], left: Collection[int], least: int) -> list[tuple[int, ...]]:

@@ -81,6 +81,35 @@ def test_a_graph_knows_its_equal_layers(name: str, layers: int) -> None:
         assert [graph.meta(v) for v in a.inputs] == [graph.meta(v) for v in b.inputs]
 
 
+class Gated(torch.nn.Module):
+    """Layers with two equal norms, and with several equal weights."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                dict(first=torch.nn.LayerNorm(8), second=torch.nn.LayerNorm(8))
+                | {name: torch.nn.Linear(8, 8, bias=False) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer["first"](x)
+            x = x + layer["o"]((layer["q"](y) * layer["k"](y)).softmax(-1) * layer["v"](y))
+            y = layer["second"](x)
+            x = x + layer["down"](torch.nn.functional.silu(layer["gate"](y)) * layer["up"](y))
+        return x.sum()
+
+
+def test_equal_weights_of_one_layer_are_told_apart() -> None:
+    graph = ColoTracer().capture(Gated(8), {"x": torch.zeros(4, 8)}).graph
+    (run,) = graph.repetition.runs
+    assert len(run.copies) in (7, 8)
+    assert run.copies.size > 0.8 * len(graph.nodes)
+
+
 class Dropping(torch.nn.Module):
     """Layers of which each drops more than the one before."""
 
