@@ -43,12 +43,17 @@ def masks_as_in_eager(names: Sequence[str], *, cached: bool) -> Iterator[None]:
             replaced = {
                 "find_packed_sequence_indices": lambda *a, **k: None,
                 "is_torchdynamo_exporting": lambda *a, **k: False,
-                "is_tracing": lambda tensor=None: tensor is not None,
+                "is_tracing": _is_given,
             }
             for name, function in replaced.items():
                 if hasattr(masking, name):
                     stack.enter_context(mock.patch.object(masking, name, function))
         yield
+
+
+def _is_given(tensor: Any = None) -> bool:
+    """Whether there is a tensor whose values would have to be known."""
+    return tensor is not None
 
 
 def _masking() -> types.ModuleType | None:
