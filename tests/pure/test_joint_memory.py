@@ -16,7 +16,7 @@ from autopar.planner import Options, plan_graph
 from autopar.planner.memory.pair_nodes import PairNodes
 from autopar.planner.memory.points import ProgramPoint
 from autopar.planner.memory.redistributed_operands import redistributed_operands
-from autopar.planner.memory.usages import memory_usages
+from autopar.planner.memory.usages import MemoryUsages
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.pricing.transfers import (
@@ -55,11 +55,12 @@ def test_copies_hold_what_is_read_in_another_spec_than_it_is_made(seed: int) -> 
     choice = random_solution(problem, seed).choice
     positions = tuple(map(ProgramPoint, range(0, len(graph.nodes), 3)))
     operands = PairNodes(redistributed_operands(d))
-    extended = operands.extend(replace(problem, usages=memory_usages(d, options, positions), limit=math.inf), positions)
+    usages = MemoryUsages.of(d, options)
+    extended = operands.extend(replace(problem, usages=usages.at_points(positions), limit=math.inf), positions)
     states = operands.extend_choice(choice, positions)
     assert evaluate(extended, states)[0] == pytest.approx(evaluate(problem, choice)[0])
     held = [
-        sum(float(u.option[choice[u.node]]) for u in memory_usages(d, options, (p,))) + operands.bytes(choice, p)
+        sum(float(u.option[choice[u.node]]) for u in usages.at_points((p,))) + operands.bytes(choice, p)
         for p in positions
     ]
     assert peak_usage(extended, states) == pytest.approx(max(held))

@@ -30,7 +30,7 @@ from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.graphs.accumulation import is_gradient
 from autopar.planner.memory.active_set import peaks
 from autopar.planner.memory.points import ProgramPoint, Stage
-from autopar.planner.memory.usages import static_usages
+from autopar.planner.memory.usages import MemoryUsages
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions, hold_key, rerun_key
 from autopar.program import Program
@@ -178,6 +178,15 @@ class ExactMemory:
         return found
 
     @cached_property
+    def _usages(self) -> MemoryUsages:
+        return MemoryUsages.of(self.decisions, self.options, views_tied=self.views_tied)
+
+    @cached_property
+    def _usages_alone(self) -> MemoryUsages:
+        """Without what is held for the backward, which has nodes of its own."""
+        return MemoryUsages.of(self.decisions, self.options, holds=False)
+
+    @cached_property
     def view_edges(self) -> tuple[Edge, ...]:
         """Edges that hold a view as its base is held."""
         edges = []
@@ -196,12 +205,11 @@ class ExactMemory:
                 runs.
         """
         builder = _Builder(problem, list(problem.costs), [*problem.edges, *self.view_edges], [])
-        d = self.decisions
         for time, (point, margin) in enumerate(points.items()):
             if margin > 0:
                 builder.usages.append(Usage(0, self.numbers([margin] * len(problem.costs[0])), time, time + 1))
             exact = self._is_exact(point)
-            builder.usages += static_usages(d, self.options, point, time, holds=not exact, views_tied=self.views_tied)
+            builder.usages += (self._usages_alone if exact else self._usages).at_points((point,), time)
             if exact:
                 _PointNodes(self, point, time, builder).build()
         added = tuple(builder.costs), tuple(builder.edges), tuple(builder.usages)

@@ -42,7 +42,7 @@ from autopar.planner.memory.live_ranges import (
 from autopar.planner.memory.pair_nodes import PairNode, fits
 from autopar.planner.memory.points import ProgramPoint, after, before, before_operands, end, replaced
 from autopar.planner.options import Options
-from autopar.planner.problem.variables import Decisions, Variable, copy_key, spec_made, spec_read
+from autopar.planner.problem.variables import Decisions, Use, Variable, copy_key, spec_made, spec_read
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Usage
 from autopar.solver.clock import tick
@@ -75,20 +75,40 @@ class MemoryUsages:
     rows: Sequence[tuple[int, _Usage]]
 
     @classmethod
-    def of(cls, d: Decisions, options: Options, may_decompose: MayDecompose = no_product) -> MemoryUsages:
+    def of(
+        cls,
+        d: Decisions,
+        options: Options,
+        may_decompose: MayDecompose = no_product,
+        *,
+        holds: bool = True,
+        views_tied: bool = False,
+    ) -> MemoryUsages:
+        """Return what the options of ``d`` hold.
+
+        Args:
+            may_decompose: which products may hold an operand or their result in parts.
+            holds: include what hold variables keep for the backward.
+            views_tied: leave out hold variables of views, which share the memory of their base.
+        """
         tick("held variable", len(d.variables))
-        live, option_bytes = live_ranges(d), _OptionBytes(d, options, InParts(d, may_decompose))
+        live, option_bytes = live_ranges(d, holds=holds), _OptionBytes(d, options, InParts(d, may_decompose))
         made = _gradient_points(d, live)
-        found = ((i, row) for i, v in enumerate(d.variables) for row in _usages_of(option_bytes, v, live, made))
+        counted = (
+            (i, v)
+            for i, v in enumerate(d.variables)
+            if v.kind != "hold" or (holds and not (views_tied and v.about in d.views))
+        )
+        found = ((i, row) for i, v in counted for row in _usages_of(option_bytes, v, live, made))
         return cls(d, options, [(i, row) for i, row in found if row.first <= row.last and row.sizes.any()])
 
-    def at_points(self, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
-        """Return what every option holds by itself at each of ``points``, the i-th being time i of the result."""
+    def at_points(self, points: Sequence[ProgramPoint], time: int = 0) -> tuple[Usage, ...]:
+        """Return what every option holds by itself at each of ``points``, which are the times from ``time`` on."""
         found: list[Usage] = []
         others, (first, last) = self.options.in_flight - 1, self._range
         alone = np.array([row.under is None for _, row in self.rows], dtype=bool)
         kept = [self.rows[at] for at in np.flatnonzero(alone & self._kept).tolist()] if others else []
-        for t, point in enumerate(points):
+        for t, point in enumerate(points, time):
             there = np.flatnonzero(alone & (first <= point.key) & (point.key <= last)).tolist()
             found += [Usage(i, row.sizes, t, t + 1) for i, row in (self.rows[at] for at in there)]
             found += [Usage(i, others * row.sizes, t, t + 1) for i, row in kept]
@@ -124,11 +144,36 @@ class MemoryUsages:
         for at, (_, row) in enumerate(self.rows):
             if row.under is not None and not row.under.holds[choice[row.under.variable]]:
                 held[at] = 0.0
+        for rows, copy in self._copies:
+            if self._is_passed_over(copy, choice):
+                held[rows] = 0.0
         tick("mixed use", len(held))
         points, born, gone = self._events
         change = np.bincount(born, held, len(points) + 1) - np.bincount(gone, held, len(points) + 1)
         others = self.options.in_flight - 1
         return float(change.cumsum().max(initial=0.0) + others * held[self._kept].sum())
+
+    @cached_property
+    def _copies(self) -> list[tuple[list[int], Use]]:
+        """What holds each copy, and the use that makes it."""
+        rows: dict[int, list[int]] = {}
+        for at, (i, _) in enumerate(self.rows):
+            rows.setdefault(i, []).append(at)
+        makes = (use for use in self.d.uses if self.d.variables[use.target].kind == "copy" and not use.kept)
+        return [(rows[use.target], use) for use in makes if use.target in rows]
+
+    def _is_passed_over(self, copy: Use, choice: Sequence[int]) -> bool:
+        """Whether some reader of a copy takes what was there before, in whose spec it reads."""
+        variables = self.d.variables
+
+        def chosen(variable: int) -> Strategy:
+            return variables[variable].options[choice[variable]]
+
+        made = spec_made(chosen(copy.source), copy.out)
+        if made == spec_made(chosen(copy.target), 0):
+            return False
+        readers = self.d.readers.get(copy.target, ())
+        return any(spec_read(chosen(r.target), r.position) == made for r in readers)
 
     @cached_property
     def _range(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -166,11 +211,6 @@ def _is_per_micro_batch(v: Variable, fixed: Collection[str]) -> bool:
     return v.kind in PER_MICRO_BATCH and node not in fixed
 
 
-def memory_usages(d: Decisions, options: Options, points: Sequence[ProgramPoint]) -> tuple[Usage, ...]:
-    """Return ``MemoryUsages.at_points`` for a caller that asks only once."""
-    return MemoryUsages.of(d, options).at_points(points)
-
-
 def _while_running(d: Decisions, options: Options, point: ProgramPoint, time: int) -> list[Usage]:
     """Return what the node at ``point`` holds besides its operands and results while it runs."""
     if not point.running or point >= end(d.graph):
@@ -182,27 +222,6 @@ def _while_running(d: Decisions, options: Options, point: ProgramPoint, time: in
     metas = tuple(d.graph.meta(v) for v in node.inputs)
     held = [min_transients(node, o, metas, d.mesh, options.device) for o in d.variables[at].options]
     return [Usage(at, np.array(held, dtype=np.float64), time, time + 1)] if any(held) else []
-
-
-def static_usages(
-    d: Decisions, options: Options, point: ProgramPoint, time: int, *, holds: bool, views_tied: bool
-) -> list[Usage]:
-    """Return what every option holds at one point, as time ``time``.
-
-    Args:
-        holds: include what hold variables keep for the backward.
-        views_tied: leave out hold variables of views, which share the memory of their base.
-    """
-    live = live_ranges(d, holds=holds)
-    made, sizes = _gradient_points(d, live), _OptionBytes(d, options, InParts(d))
-    found: list[Usage] = []
-    for i, v in enumerate(d.variables):
-        view = v.kind == "hold" and v.value is not None and v.value.node in d.views
-        if v.kind == "hold" and (not holds or (view and views_tied)):
-            continue
-        there = (row for row in _usages_of(sizes, v, live, made) if row.first <= point <= row.last)
-        found += [Usage(i, row.sizes, time, time + 1) for row in there if row.sizes.any()]
-    return found + _while_running(d, options, point, time)
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,7 +412,8 @@ def _copy_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRange
         at = ProgramPoint(d.graph.order[product.node.name]) if product is not None else found.first
         yield _Usage(found.share * size * ~kept * ~gathered, found.first, found.last)
         yield _Usage(found.share * size * ~kept * gathered, max(found.first, at), found.last)
-    if kept.any() and value in live.backward:  # until then the forward's own copy counts
+    # Until then the forward's own copy counts. A copy of a view in the view's spec may be the view.
+    if kept.any() and value in live.backward and not may_be_view(d, d.graph.by_name[value.node]):
         last = live.backward[value][1]
         gone = last.preparing if value in live.released_by["backward"] else last
         yield _Usage(size * kept, after(live.forward.get(value, -1)), gone)

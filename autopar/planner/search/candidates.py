@@ -241,8 +241,11 @@ def baseline_candidates(objective: Objective, options: Options, only: str | None
     to ``KNOWN_GAP``, and no further once their bound shows that they cost too much to be considered.
     """
     started, found = now(), list[BaselineCandidate]()
-    may_decompose = objective.prices.decomposition.may_gain
-    usages = cache(lambda: MemoryUsages.of(objective.decisions, options, may_decompose))
+
+    @cache
+    def usages() -> MemoryUsages:
+        return MemoryUsages.of(objective.decisions, options, objective.prices.decomposition.may_gain)
+
     allowed_s = options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0)
 
     def gap(cost: float) -> float:
