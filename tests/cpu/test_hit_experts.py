@@ -124,6 +124,7 @@ def test_a_loop_over_experts_that_were_hit_equals_one_device_whichever_they_are(
     assert len(hits) > 1
 
 
+@pytest.mark.slow
 def test_many_such_blocks_are_captured_from_a_few() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:

@@ -98,7 +98,10 @@ def test_more_time_goes_on_from_what_less_time_finds(limit_s: float, limits: lis
     assert searching._limits(limit_s) == limits
 
 
-@pytest.mark.parametrize(("name", "mesh", "share"), [*CASES, ("gpt2", (2, 2), None)])
+@pytest.mark.parametrize(
+    ("name", "mesh", "share"),
+    [*CASES[:2], pytest.param(*CASES[2], marks=pytest.mark.slow), ("gpt2", (2, 2), None)],
+)
 def test_a_search_of_twice_the_limit_finds_what_the_shorter_one_does(
     name: str, mesh: tuple[int, ...], share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
