@@ -277,9 +277,8 @@ class Restrictions:
             experts: Role = ("among", self.experts.get(v.node.name, frozenset()))
             moving = baseline.experts if experts[1] else ()
             apart = tuple(a for a in baseline.data if a not in moving)
-            roles: tuple[tuple[tuple[int, ...], Role], ...]
-            roles = (apart, data), (moving, experts), (baseline.tensor, cut)
-            roles = *roles, (baseline.context, self._context_role(v.node))
+            sequence = self._context_role(v.node)
+            roles = (apart, data), (moving, experts), (baseline.tensor, cut), (baseline.context, sequence)
             return _op_mask(v.options, roles, self.decisions.mesh)
         if v.kind == "parameter" and v.node is not None:
             label = tensor.parameters.get(v.node.name) if tensor else None

@@ -153,7 +153,7 @@ def lies_by_rows(x: Layout) -> bool:
 def views_of(graph: Graph, *, whole: bool) -> frozenset[str]:
     """Return the nodes whose results share the memory of their operand.
 
-    If not ``whole``, the tensors are shards: what strides let be a view of whole tensors is one of shards too.
+    If not ``whole``, the tensors are shards. A reshape of whole tensors that is a view counts as a view of shards too.
     """
     shared = whole_layouts(graph)[1]
     return shared if whole else shared | {n.name for n in graph.nodes if n.packet in VIEWS and n.inputs}

@@ -315,7 +315,7 @@ class _OptionBytes:
 def _usages_of(
     sizes: _OptionBytes, v: Variable, live: LiveRanges, made: Mapping[str, _GradientPoints]
 ) -> Iterator[_Usage]:
-    """Yield what a variable holds: (bytes of each option, first point, last point)."""
+    """Yield what a variable holds."""
     d = sizes.d
     if v.kind == "parameter" and v.node is not None:
         yield from _parameter_usages(sizes, v, made)

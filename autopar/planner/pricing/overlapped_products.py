@@ -253,12 +253,14 @@ class Decomposition:
     def may_gain(self, graph: Graph, node: Node, options: tuple[Strategy, ...], operand: int) -> npt.NDArray[np.bool_]:
         """Return under which options a product may be decomposed beside the gather of an operand, from whatever spec it
         is, or with -1 beside the scatter of its result."""
+        found = np.zeros(len(options), dtype=bool)
+        if self.wanted == "never" or terms(node) is None:
+            return found
         metas = tuple(graph.meta(v) for v in node.inputs)
         key = equation(node), metas, node.outputs, id(options), operand
         if key not in self._may_gain:
-            found = np.zeros(len(options), dtype=bool)
-            own = self.prices.node_seconds(graph, node, options) if self.wanted != "never" and terms(node) else found
-            for i, option in enumerate(options if own is not found else ()):
+            own = self.prices.node_seconds(graph, node, options)
+            for i, option in enumerate(options):
                 for pair in self._pairs_of(node, metas, option, operand):
                     apart_s = own[i] + self.prices.step_seconds(pair.step, pair.before, pair.meta)[0]
                     found[i] |= self.wanted == "always" or self.seconds(pair) < (1 + ROUNDING) * apart_s
