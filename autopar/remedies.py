@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -59,6 +61,7 @@ class Request:
         running: whether the job runs already, so that its ranks are given.
         graph: of the model with these inputs; None where it has to be captured again.
         captured_s: seconds that the capture took.
+        only_loss: whether the forward is to return nothing else.
     """
 
     model: nn.Module
@@ -70,45 +73,60 @@ class Request:
     graph: Graph | None
     captured_s: float
     progress: Callable[[str], None] | None = None
+    only_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a request that may make the model fit.
+
+    Args:
+        text: as it ends the sentence "It fits ...".
+        divides: by how much it divides kinds of memory at best.
+        kinds: which it divides; None if it divides all.
+    """
+
+    text: str
+    apply: Callable[[Request], Request]
+    divides: float
+    kinds: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A change of the request that may make the model fit.
+    """A request with one change, or with several of different kinds."""
 
-    Args:
-        text: the change, as it ends the sentence "It fits ...".
-        divides: by how much it divides kinds of memory at best.
-        kinds: which it divides; None if it divides all.
-        rewrite: of the captured graph.
-    """
-
-    text: str
     request: Request
-    mesh: Mesh
-    divides: float
-    kinds: frozenset[str] | None = None
-    rewrite: Callable[[Graph], Graph] | None = None
+    changes: Sequence[Change]
+
+    @property
+    def text(self) -> str:
+        return " and ".join(change.text for change in self.changes)
+
+    @property
+    def divides(self) -> float:
+        return math.prod(change.divides for change in self.changes)
 
     def may_fit(self, short: Shortfall) -> bool:
-        """Whether the plan that holds the least would fit if those kinds were divided."""
-        shares = (
-            size / self.divides if self.kinds is None or kind in self.kinds else size
-            for kind, size in short.by_kind.items()
-        )
-        return sum(shares) <= short.budget_bytes
+        """Whether the plan that holds the least would fit if the changes divided all that they can."""
+        return sum(size / self._divides(kind) for kind, size in short.by_kind.items()) <= short.budget_bytes
+
+    def _divides(self, kind: str) -> float:
+        return math.prod(change.divides for change in self.changes if change.kinds is None or kind in change.kinds)
 
     def fits(self, seconds: float) -> bool:
         """Whether a plan is found in so many seconds, capture included."""
-        r, began = self.request, time.monotonic()
+        began, r = time.monotonic(), functools.reduce(lambda r, change: change.apply(r), self.changes, self.request)
+        mesh = as_mesh(r.mesh)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the search has given them
-                graph = r.graph or capture_model(r.model, r.call, r.options, self.mesh.size).graph
-                graph = graph if self.rewrite is None else self.rewrite(graph)
+                graph = r.graph or capture_model(r.model, r.call, r.options, mesh.size).graph
+                if r.only_loss:  # which logits that are not returned lets compute in chunks
+                    graph = with_chunked_losses(loss_alone(graph), CHUNKS[r.cluster.device.kind])
                 left = max(seconds - (time.monotonic() - began), LEAST_S)
                 options = dataclasses.replace(r.options, time_limit_s=left, compare=False, gap=ANY_GAP)
-                planner.plan_forms(graph, self.mesh, r.cluster.sized(self.mesh.size), options)
+                planner.plan_forms(graph, mesh, r.cluster.sized(mesh.size), options)
         except Exception:  # noqa: BLE001  a model may refuse another batch or dtype with any error
             return False
         return True
@@ -141,21 +159,39 @@ def with_remedies(error: InfeasibleError, request: Request) -> InfeasibleError:
 
 
 def remedies(request: Request, short: Shortfall) -> list[str]:
-    """The least change of each kind with which a plan was found within the budget.
+    """The least change of each kind with which a plan was found within the budget; where none was, changes of two kinds
+    at once, and so on.
 
     Where the time was too short for the search, it is for most trials: then only the greatest change of each kind is
     tried, what divides memory most first, and each may take all the time that is left.
     """
-    kinds = [[trial for trial in kind if trial.may_fit(short)] for kind in _trials(_at_largest(request), short)]
-    if short.late:
-        kinds = sorted((kind[-1:] for kind in kinds if kind), key=lambda kind: -kind[0].divides)
+    mesh = Mesh(short.mesh_shape, () if request.mesh is None else as_mesh(request.mesh).names)
+    request = dataclasses.replace(_at_largest(request), mesh=mesh)
+    kinds = [kind for kind in _changes(request, mesh) if kind]
     until = time.monotonic() + request.options.time_limit_s
+    for count in range(1, len(kinds) + 1):
+        together = [_trials(request, some, short) for some in itertools.combinations(kinds, count)]
+        if found := _fitting([trials for trials in together if trials], request, short.late, until):
+            return found
+    return []
+
+
+def _trials(request: Request, kinds: Sequence[Sequence[Change]], short: Shortfall) -> list[Trial]:
+    """The trials of a change of each of these kinds that may fit, the least changes first."""
+    trials = sorted((Trial(request, changes) for changes in itertools.product(*kinds)), key=lambda t: t.divides)
+    return [trial for trial in trials if trial.may_fit(short)]
+
+
+def _fitting(together: list[list[Trial]], request: Request, late: bool, until: float) -> list[str]:
+    """The first of each list of trials that fits."""
+    if late:
+        together = sorted((trials[-1:] for trials in together), key=lambda trials: -trials[0].divides)
     found: list[str] = []
-    for i, kind in enumerate(kinds):
-        for j, trial in enumerate(kind):
-            left = len(kind) - j + sum(map(len, kinds[i + 1 :]))
+    for i, trials in enumerate(together):
+        for j, trial in enumerate(trials):
+            left = len(trials) - j + sum(map(len, together[i + 1 :]))
             seconds = until - time.monotonic()
-            if not short.late:
+            if not late:
                 seconds = min(request.captured_s + MOST_S, seconds / left)
             if hurried() or seconds < request.captured_s + LEAST_S:
                 return found
@@ -175,17 +211,16 @@ def _at_largest(request: Request) -> Request:
     return dataclasses.replace(request, call=resized(request.call, ranges, largest(ranges)), graph=None)
 
 
-def _trials(request: Request, short: Shortfall) -> Iterator[list[Trial]]:
-    """The trials of each kind, the least change first."""
-    names = () if request.mesh is None else as_mesh(request.mesh).names
-    mesh = Mesh(short.mesh_shape, names)
-    yield [_in_bf16(request, mesh)] if _may_use_bf16(request) else []
-    yield [_on_more_ranks(request, mesh, factor) for factor in FACTORS]
+def _changes(request: Request, mesh: Mesh) -> Iterator[list[Change]]:
+    """The changes of each kind, the least first."""
+    yield [Change('with mixed_precision="bf16"', _in_bf16, 2, OF_VALUES)] if _may_use_bf16(request) else []
+    yield [_to_more_ranks(request, mesh, factor) for factor in FACTORS]
     batch = batch_of(request.call)
     # In a range the batch is the user's to vary.
     divisors = [factor for factor in FACTORS if batch % factor == 0 and request.options.ranges is None]
-    yield [_in_micro_batches(request, mesh, factor) for factor in divisors]
-    yield [_with_the_loss_alone(request, mesh)] if request.graph is not None and _returns_more(request.graph) else []
+    yield [_to_micro_batches(request, factor) for factor in divisors]
+    only_loss = Change("if forward returns only the loss", _with_the_loss_alone, math.inf, OF_VALUES)
+    yield [only_loss] if request.graph is not None and _returns_more(request.graph) else []
 
 
 def _may_use_bf16(request: Request) -> bool:
@@ -194,42 +229,37 @@ def _may_use_bf16(request: Request) -> bool:
     return torch.float32 in stored and not chosen and not torch.is_autocast_enabled("cuda")
 
 
-def _in_bf16(request: Request, mesh: Mesh) -> Trial:
-    options = dataclasses.replace(request.options, mixed_precision="bf16")
-    changed = dataclasses.replace(request, options=options, graph=None)
-    return Trial('with mixed_precision="bf16"', changed, mesh, 2, OF_VALUES)
-
-
-def _on_more_ranks(request: Request, mesh: Mesh, factor: int) -> Trial:
-    larger = Mesh((factor * mesh.shape[0], *mesh.shape[1:]), mesh.names)
-    # Where the devices were counted, the cluster has that many; more would be of the same kind.
-    cluster = dataclasses.replace(request.cluster, fixed=False)
-    text = f"on mesh {larger} with {larger.size} ranks"
-    if request.running:
-        text = f"in a job of {larger.size} ranks on mesh {larger}"
-    graph = request.graph if request.options.batch == "global" else None
-    return Trial(text, dataclasses.replace(request, cluster=cluster, graph=graph), larger, factor)
-
-
-def _in_micro_batches(request: Request, mesh: Mesh, factor: int) -> Trial:
-    rows = batch_of(request.call) // factor
-    steps = factor * request.options.accumulation_steps
-    options = dataclasses.replace(request.options, accumulation_steps=steps)
-    smaller = dataclasses.replace(request, options=options, call=with_batch(request.call, rows), graph=None)
-    return Trial(f"with accumulation_steps={steps} and batches of {rows}", smaller, mesh, factor, OF_THE_BATCH)
-
-
-def _with_the_loss_alone(request: Request, mesh: Mesh) -> Trial:
-    """Logits that are not returned can be computed in chunks."""
-    chunk = CHUNKS[request.cluster.device.kind]
-    return Trial(
-        "if forward returns only the loss",
-        request,
-        mesh,
-        math.inf,
-        OF_VALUES,
-        lambda graph: with_chunked_losses(loss_alone(graph), chunk),
+def _in_bf16(request: Request) -> Request:
+    return dataclasses.replace(
+        request, options=dataclasses.replace(request.options, mixed_precision="bf16"), graph=None
     )
+
+
+def _to_more_ranks(request: Request, mesh: Mesh, factor: int) -> Change:
+    larger = Mesh((factor * mesh.shape[0], *mesh.shape[1:]), mesh.names)
+
+    def apply(r: Request) -> Request:
+        # Where the devices were counted, the cluster has that many; more would be of the same kind.
+        cluster = dataclasses.replace(r.cluster, fixed=False)
+        graph = r.graph if r.options.batch == "global" else None
+        return dataclasses.replace(r, mesh=larger, cluster=cluster, graph=graph)
+
+    job = f"in a job of {larger.size} ranks on mesh {larger}"
+    return Change(job if request.running else f"on mesh {larger} with {larger.size} ranks", apply, factor)
+
+
+def _to_micro_batches(request: Request, factor: int) -> Change:
+    rows, steps = batch_of(request.call) // factor, factor * request.options.accumulation_steps
+
+    def apply(r: Request) -> Request:
+        options = dataclasses.replace(r.options, accumulation_steps=steps)
+        return dataclasses.replace(r, options=options, call=with_batch(r.call, rows), graph=None)
+
+    return Change(f"with accumulation_steps={steps} and batches of {rows}", apply, factor, OF_THE_BATCH)
+
+
+def _with_the_loss_alone(request: Request) -> Request:
+    return dataclasses.replace(request, only_loss=True)
 
 
 def _returns_more(graph: Graph) -> bool:
