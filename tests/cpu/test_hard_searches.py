@@ -12,8 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
+from autopar.errors import InfeasibleError
 from autopar.planner.search.settings import TRAINING_STEPS
 from autopar.plans import Plan
+from autopar.solver.clock import only_counted
+from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.zoo import ZOO
 
 TOYS = ["gpt2", "llama", "mixtral", "mamba2"]
@@ -24,7 +27,7 @@ def toy(name: str, mesh: tuple[int, ...] = (2, 2), **options: object) -> Plan:
     model, inputs = ZOO[name].made()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return autopar.plan(model, inputs, mesh=mesh, cluster="dgx-h100", **options)  # type: ignore[arg-type]
+        return autopar.plan(model, inputs, mesh=mesh, **{"cluster": "dgx-h100", **options})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -54,6 +57,45 @@ def test_a_run_of_more_steps_is_worth_more_search() -> None:
     short, long = (toy("gpt2", memory_budget=budget, training_steps=steps) for steps in (1_000, 10_000_000))
     assert short.trace[-1].work <= long.trace[-1].work
     assert long.objective <= short.objective
+
+
+def within(name: str, budget: int, time_limit: float = 60.0) -> Plan:
+    with only_counted():
+        return toy(name, cluster=cluster_where_sharding_pays().sized(4), memory_budget=budget, time_limit=time_limit)
+
+
+def named_within(name: str, budget: int, time_limit: float = 60.0) -> int:
+    """The smallest budget that the error of a search names."""
+    with pytest.raises(InfeasibleError) as error:
+        within(name, budget, time_limit)
+    return int(error.value.hint.partition("memory_budget=")[2].partition(";")[0])
+
+
+def free_peak(name: str) -> int:
+    return within(name, 2**40).peak_memory
+
+
+@pytest.mark.parametrize(
+    ("name", "time_limit"), [("deit", 4.0), pytest.param("segformer", 8.0, marks=pytest.mark.slow)]
+)
+def test_a_budget_that_an_error_names_is_met(name: str, time_limit: float) -> None:
+    """What phases on the way hold that had another budget, this search may not find again."""
+    named = named_within(name, int(0.3 * free_peak(name)), time_limit)
+    assert within(name, named, time_limit).peak_memory <= named
+
+
+@pytest.mark.slow
+def test_an_error_names_no_more_than_known_shardings_hold() -> None:
+    """An error named .65 of the free peak, where a plan of .59 was found within half a second of work."""
+    free = free_peak("regnet")
+    assert named_within("regnet", int(0.5 * free)) <= 0.6 * free
+
+
+@pytest.mark.slow
+def test_a_plan_is_found_although_what_is_set_aside_for_others_bars_all() -> None:
+    """The first choice holds so much more than its constraints say that nothing is left beside it."""
+    budget = int(0.44 * free_peak("falcon_mamba"))
+    assert within("falcon_mamba", budget).peak_memory <= budget
 
 
 def long_context() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:

@@ -365,8 +365,7 @@ class Joint:
     def applies(self, search: Search, state: SearchState) -> bool:
         if state.joint is None or state.is_done(search):
             return False
-        wide = state.cost - state.bound > self.least_gap * state.cost if math.isfinite(state.cost) else True
-        return wide and (state.best is not None or not self.per_option)
+        return math.isinf(state.cost) or state.cost - state.bound > self.least_gap * state.cost
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         objective = state.joint
@@ -528,23 +527,22 @@ class SmallestPeak:
         search = replace(search, began=now())
         small = search.one_device and len(objective.decisions.variables) <= settings.EXACT_MOST
         began, exact = now(), checkpoints(search, state)
-        begin = exact.smallest_by_rules() if search.one_device else None
         rows_until = began + (settings.CONSTRAINTS_SHARE if small else 1.0) * (until - began)
 
-        def below(best: Result, peak: float) -> Result | None:
-            tighter = replace(search, budget=peak)
-            begin = replace(fresh, near=(best.solution.choice,))
-            ways = (Joint(share=1.0), Joint(share=1.0, per_option=True))
-            found = (joint.run(tighter, begin, rows_until).best for joint in ways)
-            return next((plan for plan in found if plan is not None), None)
+        begin = exact.smallest_by_rules() if search.one_device else None
 
-        for found in search_smallest_peak(search, fresh, rows_until, below, begin):
-            state = state.with_plan(search, found)
+        def by(way: KnownShardings | Joint, best: Result, budget: float) -> Result | None:
+            near = replace(fresh, near=(best.solution.choice,))
+            return way.run(replace(search, budget=budget), near, rows_until).best
+
+        within = [partial(by, way) for way in (KnownShardings(), Joint(share=1.0), Joint(share=1.0, per_option=True))]
+        for found in search_smallest_peak(search, fresh, rows_until, within, begin):
+            state = state.with_leaner(search, found)
             if state.best is not None:
                 return state
         if small:
-            begin = None if state.leanest is None else _of_joint(state)
-            state = state.with_plan(search, checkpointed(objective, exact.smallest(until, begin)))
+            lean = None if state.leanest is None else _of_joint(state)
+            state = state.with_leaner(search, checkpointed(objective, exact.smallest(until, lean)))
         return state
 
 

@@ -60,8 +60,8 @@ JOINT: tuple[Phase, ...] = (
     KnownShardings(),
     Joint(),
     Exact(),
-    SmallestPeak(),
     Joint(per_option=True, least_gap=5e-3),
+    SmallestPeak(),
 )
 TWO_STAGE: tuple[Phase, ...] = (
     Free(),

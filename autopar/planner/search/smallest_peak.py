@@ -25,50 +25,43 @@ NEARLY = 1.005
 """Times the smallest peak within which the cheapest choice is taken: cheap ones hold little besides."""
 
 STEP = 0.01
-"""Share of the smallest peak so far by which the next should be smaller."""
+"""Share of the smallest peak so far by which the next should be smaller at least."""
 
 IDLE_ROUNDS = 1
-"""Rounds in which nothing smaller is found, after which the joint problem is asked."""
+"""Rounds in which nothing smaller is found, after which constraints are dropped."""
+
+Within = Callable[[Result, float], Result | None]
+"""Finds a plan within so many bytes, from one that holds more; None where it finds none."""
 
 
 def search_smallest_peak(
     search: Search,
     state: SearchState,
     until: float,
-    below: Callable[[Result, float], Result | None],
+    within: Sequence[Within],
     begin: Sequence[int] | None = None,
 ) -> Iterator[Result]:
-    """Plans of ever smaller peaks: the cheapest choice near the smallest peak that the constraints allow, then
-    constraints for what its program holds beyond the best so far, and again. The way depends on no budget.
+    """Plans of ever smaller peaks: near the smallest that constraints allow, then by searches within a little less than
+    the peak so far, and again until nothing finds any. The way depends on no budget.
 
     Args:
         state: with no more than the free optimum and the joint problem.
-        below: a plan within so many bytes, found from a larger one by the joint problem, which sets nothing aside for
-            what other plans hold; None where it finds none.
+        within: searches within a budget, the quickest first, which set nothing aside for what other plans hold.
         begin: a choice that holds little; else that of the leanest baseline.
     """
-    objective = state.joint
-    assert objective is not None
-    best = _first(search, objective, begin)
+    assert state.joint is not None
+    best = _first(search, state.joint, begin)
     if best is not None:
         yield best
-    constraints, idle = search.constraints(objective.decisions), 0
     while now() < until:
-        if best is not None:
-            _tighten(constraints, best, best)
-        found, state = _near_smallest(search, state, constraints, best, until)
-        if found is not None:
-            idle += 1
-            if best is None or found.memory.peak_bytes < best.memory.peak_bytes:
-                best, idle = found, 0
-                yield best
-            if _tighten(constraints, found, best) and idle <= IDLE_ROUNDS:
-                continue
-        # What is set aside for other plans bars leaner ones.
-        if best is None or (best := below(best, aim(best))) is None:
-            break
-        yield best
-        constraints, idle = constraints.emptied(), 0
+        last = best
+        for found in _by_constraints(search, state, until, best):
+            yield (best := found)
+        for find in within if best is not None else ():
+            for found in _descending(find, until, best):
+                yield (best := found)
+        if best is last:
+            return
 
 
 def _first(search: Search, objective: Objective, begin: Sequence[int] | None) -> Result | None:
@@ -78,14 +71,51 @@ def _first(search: Search, objective: Objective, begin: Sequence[int] | None) ->
     return None if begin is None else search.measure(objective, begin, "smallest peak")
 
 
-def aim(best: Result) -> float:
+def _by_constraints(search: Search, state: SearchState, until: float, best: Result | None) -> Iterator[Result]:
+    """The cheapest choice near the smallest peak that the constraints allow, then constraints for what its program
+    holds beyond the best so far, and again."""
+    assert state.joint is not None
+    constraints, idle = search.constraints(state.joint.decisions), 0
+    if best is not None:
+        _tighten(constraints, best, best)
+    while now() < until and idle <= IDLE_ROUNDS:
+        found, state = _near_smallest(search, state, constraints, best, until)
+        if found is None:
+            return
+        idle += 1
+        if best is None or found.memory.peak_bytes < best.memory.peak_bytes:
+            best, idle = found, 0
+            yield best
+        if not _tighten(constraints, found, best):
+            return
+
+
+def _descending(find: Within, until: float, best: Result | None) -> Iterator[Result]:
+    """Plans each within less than the peak of the last one: twice as much less after each that is found."""
+    less = STEP
+    while best is not None and now() < until:
+        found = find(best, aim(best, less))
+        if found is not None:
+            yield (best := found)
+            less *= 2
+        elif less == STEP:
+            return
+        else:
+            less = STEP
+
+
+def aim(best: Result, less: float = STEP) -> float:
     """Bytes that the next peak should not be above."""
-    return min(best.memory.peak_bytes * (1 - STEP), best.memory.peak_bytes - 1)
+    return min(best.memory.peak_bytes * (1 - less), best.memory.peak_bytes - 1)
 
 
 def _tighten(constraints: ActiveSet, found: Result, best: Result) -> bool:
     timeline = found.memory.timeline
     return constraints.separate(found.solution.choice, found.program, timeline, aim(best), per_option=True)
+
+
+def _seconds(until: float) -> float:
+    return min(max(SHARE * (until - now()), LEAST_S), MOST_S)
 
 
 def _near_smallest(
@@ -98,16 +128,14 @@ def _near_smallest(
     # Transfers hide within a share of the limit; where the next peak is below that, they hide.
     limit = math.inf if best is None or math.isinf(state.hideable_s) else aim(best)
     problem = constraints.extend(constrained(search, state, objective, constraints, limit))
-    seconds = min(max(SHARE * (until - now()), LEAST_S), MOST_S)
     choice = smallest_choice(
         problem,
-        seconds,
+        _seconds(until),
         backend=search.options.solver,
         known=[constraints.extend_choice(c) for c in known],
         gap=GAP,
     )
     own = constraints.restrict(choice)
-    latest = now() + min(max(SHARE * (until - now()), LEAST_S), MOST_S)
     try:
         return solve_round(
             search,
@@ -115,7 +143,7 @@ def _near_smallest(
             objective,
             constraints,
             peak_usage(problem, choice) * NEARLY,
-            latest,
+            now() + _seconds(until),
             seeds=(own,),
             gap=COST_GAP,
         )

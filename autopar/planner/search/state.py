@@ -173,7 +173,7 @@ class SearchState:
 
     Args:
         plans: those that fit the budget, the cheapest first.
-        leanest: the plan of the smallest peak.
+        leanest: the plan of the smallest peak, of those that were found by a way that depends on no budget.
         bound: seconds that no plan can beat.
         cutoff: seconds of a plan that is known from elsewhere, which a better one has to beat.
         free: the optimum without a budget.
@@ -221,15 +221,17 @@ class SearchState:
         return min(self.cutoff, math.inf if self.best is None else self.best.cost)
 
     def with_plan(self, search: Search, found: Result | None) -> SearchState:
-        """With a plan that was found, unless it is known already."""
+        """With a plan that was found, if it fits and is not known already."""
         if found is None:
             return self
-        state = self
-        if state.leanest is None or found.memory.peak_bytes < state.leanest.memory.peak_bytes:
-            state = replace(state, leanest=found)
-        if found.memory.peak_bytes <= search.budget and _rank(found) not in map(_rank, self.plans):
-            state = replace(state, plans=tuple(sorted((*self.plans, found), key=_rank)))
-        return state
+        if found.memory.peak_bytes > search.budget or _rank(found) in map(_rank, self.plans):
+            return self
+        return replace(self, plans=tuple(sorted((*self.plans, found), key=_rank)))
+
+    def with_leaner(self, search: Search, found: Result) -> SearchState:
+        """With a plan that was found by a way that depends on no budget."""
+        least = self.leanest is None or found.memory.peak_bytes < self.leanest.memory.peak_bytes
+        return replace(self, leanest=found if least else self.leanest).with_plan(search, found)
 
     def with_more_time(self, best: Candidate | None) -> SearchState:
         """For phases that go on: also with the optimum without a budget, where that is the plan."""
