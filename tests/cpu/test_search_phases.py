@@ -35,6 +35,7 @@ from autopar.planner.search.phases import (
     SmallestPeak,
 )
 from autopar.planner.search.search import JOINT
+from autopar.planner.search.settings import LEAST_S
 from autopar.planner.search.state import Search, SearchState
 from autopar.planner.search.two_stage import Open, axes_as_one, sharded_as
 from autopar.solver.clock import now, only_counted
@@ -141,11 +142,11 @@ def test_a_first_plan_comes_from_known_shardings_and_is_decent(name: str, mesh: 
 
 
 def test_the_search_ends_when_a_run_gains_less_than_it_costs() -> None:
-    """So a plan for few steps takes no more work, and says how far from the bound it is."""
-    few, many = (planned("gpt2", (2, 2), 0.6, training_steps=steps, gap=1e-6) for steps in (1.0, 50_000))
-    assert few.trace[-1].work < many.trace[-1].work
+    """So a plan for few steps takes no more work, and says how far from the bound it is. But for the first second."""
+    few, many = (planned("gpt2", (2, 2), 0.35, training_steps=steps, gap=1e-6) for steps in (1.0, 500_000))
+    assert LEAST_S <= few.trace[-1].work < many.trace[-1].work
     assert few.solution.objective >= many.solution.objective
-    assert few.memory.peak_bytes <= 0.6 * free_peak("gpt2", (2, 2))
+    assert few.memory.peak_bytes <= 0.35 * free_peak("gpt2", (2, 2))
 
 
 def test_known_shardings_leave_work_to_the_joint_problem_where_a_baseline_fits() -> None:
@@ -203,6 +204,19 @@ def test_a_first_plan_of_a_deep_model_recomputes_its_layers(monkeypatch: pytest.
     assert not any(v.kept[option] for v, option in held if v.kept and not all(v.kept))
     actions = Counter(v.actions[option] for v, option in held if v.kind == "hold")
     assert 4 <= actions[KEEP] <= 12 < actions[RECOMPUTE]
+
+
+@pytest.mark.slow
+def test_an_error_names_no_more_than_recomputed_layers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constraints alone found 107 GiB for OLMo 2 7B on 16 ranks, where all layers are recomputed at once."""
+    graph, on, cluster = language_model(32, layers=6), Mesh((2, 2)), cluster_where_sharding_pays().sized(4)
+    free = planner.plan_graph(graph, on, cluster, Options(10**12), compare=False)
+    with pytest.raises(InfeasibleError) as error:
+        planner.plan_graph(graph, on, cluster, Options(1000, time_limit_s=8.0))
+    named = int(error.value.hint.partition("memory_budget=")[2].partition(";")[0])
+    monkeypatch.setitem(searching.SEARCHES, "joint", lambda _: (Free(), Reruns(), Layers()))
+    found = planner.plan_graph(graph, on, cluster, Options(int(0.6 * free.memory.peak_bytes)))
+    assert named <= found.memory.peak_bytes
 
 
 @pytest.mark.parametrize(("batch", "share"), [(64, 0.7), (1, 0.75)], ids=["activations", "optimizer state"])

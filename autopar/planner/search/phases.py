@@ -326,23 +326,34 @@ class Layers:
         return state.joint.depth > 0
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        objective = state.joint
-        assert objective is not None
         if until - now() < settings.LAYERS_TIMES * state.listed_s:
             return state
-        kept = search.boundaries(objective)
-        lean = lean_first(search, state, together=False)
-        ways = (
-            recomputed(objective.decisions, still, kept) for _, still in itertools.islice(lean, settings.LAYERS_MOST)
-        )
-        for among in (a for way in ways for a in dict.fromkeys((way, with_lean_sums(objective.decisions, way)))):
-            if state.best is not None or now() > until:
+        for found in layers_recomputed(search, state, until, settings.LAYERS_MOST):
+            state = state.with_plan(search, found)
+            if state.best is not None:
                 break
-            left_s = until - now()
-            choice = solve_open(objective.problem(), among, left_s, search.options.solver, settings.KNOWN_GAP)
-            if choice is not None:
-                state = state.with_plan(search, search.measure(objective, choice, self.name, search.budget))
         return state
+
+
+def layers_recomputed(search: Search, state: SearchState, until: float, most: int) -> Iterator[Result]:
+    """With each of so many known shardings: all is recomputed but what crosses from layer to layer; and then sums of
+    gradients are held in the least bytes too."""
+    objective = state.joint
+    assert objective is not None
+    kept = search.boundaries(objective)
+    for _, still in itertools.islice(lean_first(search, state, together=False), most):
+        way = recomputed(objective.decisions, still, kept)
+        for among in dict.fromkeys((way, with_lean_sums(objective.decisions, way))):
+            if now() > until:
+                return
+            ask = partial(_cheapest, search, objective, among, until - now())
+            choice = search.memo.of("layers", (objective.decisions,), ask, among)
+            if choice is not None:
+                yield search.measure(objective, choice, Layers.name, search.budget)
+
+
+def _cheapest(search: Search, objective: Objective, among: Open, seconds: float) -> Choice | None:
+    return solve_open(objective.problem(), among, seconds, search.options.solver, settings.KNOWN_GAP)
 
 
 @dataclass(frozen=True)
@@ -524,6 +535,12 @@ class SmallestPeak:
         objective = Objective(state.joint.decisions, search.prices, within=search.objective.sections)
         state = replace(state, joint=objective)
         fresh = SearchState(free=state.free, given=state.given, joint=objective, hideable_s=state.hideable_s)
+        layers: list[Result] = []
+        if objective.depth and not search.one_device:
+            # Most of it is known by now: it takes no work from what follows, which ends soon enough.
+            began = now()
+            layers += layers_recomputed(replace(search, budget=0.0), fresh, until, most=1)
+            until += now() - began
         search = replace(search, began=now())
         small = search.one_device and len(objective.decisions.variables) <= settings.EXACT_MOST
         began, exact = now(), checkpoints(search, state)
@@ -536,7 +553,7 @@ class SmallestPeak:
             return way.run(replace(search, budget=budget), near, rows_until).best
 
         within = [partial(by, way) for way in (KnownShardings(), Joint(share=1.0), Joint(share=1.0, per_option=True))]
-        for found in search_smallest_peak(search, fresh, rows_until, within, begin):
+        for found in search_smallest_peak(search, fresh, rows_until, within, layers, begin):
             state = state.with_leaner(search, found)
             if state.best is not None:
                 return state

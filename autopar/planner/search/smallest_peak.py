@@ -39,6 +39,7 @@ def search_smallest_peak(
     state: SearchState,
     until: float,
     within: Sequence[Within],
+    others: Sequence[Result] = (),
     begin: Sequence[int] | None = None,
 ) -> Iterator[Result]:
     """Plans of ever smaller peaks: near the smallest that constraints allow, then by searches within a little less than
@@ -47,21 +48,28 @@ def search_smallest_peak(
     Args:
         state: with no more than the free optimum and the joint problem.
         within: searches within a budget, the quickest first, which set nothing aside for what other plans hold.
+        others: plans that hold little, which constraints do not begin with.
         begin: a choice that holds little; else that of the leanest baseline.
     """
     assert state.joint is not None
+    yield from others
     best = _first(search, state.joint, begin)
     if best is not None:
         yield best
     while now() < until:
         last = best
-        for found in _by_constraints(search, state, until, best):
+        for found in _by_constraints(search, state, until, best, min(map(_peak, others), default=None)):
             yield (best := found)
+        best = min((*others, *([] if best is None else [best])), key=_peak, default=None)
         for find in within if best is not None else ():
             for found in _descending(find, until, best):
                 yield (best := found)
         if best is last:
             return
+
+
+def _peak(found: Result) -> int:
+    return found.memory.peak_bytes
 
 
 def _first(search: Search, objective: Objective, begin: Sequence[int] | None) -> Result | None:
@@ -71,9 +79,11 @@ def _first(search: Search, objective: Objective, begin: Sequence[int] | None) ->
     return None if begin is None else search.measure(objective, begin, "smallest peak")
 
 
-def _by_constraints(search: Search, state: SearchState, until: float, best: Result | None) -> Iterator[Result]:
+def _by_constraints(
+    search: Search, state: SearchState, until: float, best: Result | None, known: int | None
+) -> Iterator[Result]:
     """The cheapest choice near the smallest peak that the constraints allow, then constraints for what its program
-    holds beyond the best so far, and again."""
+    holds beyond the best so far, and again. Where another plan's peak is ``known``, rounds above it count as idle."""
     assert state.joint is not None
     constraints, idle = search.constraints(state.joint.decisions), 0
     if best is not None:
@@ -83,8 +93,8 @@ def _by_constraints(search: Search, state: SearchState, until: float, best: Resu
         if found is None:
             return
         idle += 1
-        if best is None or found.memory.peak_bytes < best.memory.peak_bytes:
-            best, idle = found, 0
+        if best is None or _peak(found) < _peak(best):
+            best, idle = found, 0 if known is None or _peak(found) < known else idle
             yield best
         if not _tighten(constraints, found, best):
             return

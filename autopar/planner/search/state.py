@@ -83,7 +83,7 @@ class Search:
     ends: float
     baselines: Sequence[BaselineCandidate] = ()
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("build", "solve", "lower", "verify"), 0.0))
-    _memo: Memo = field(default_factory=Memo)
+    memo: Memo = field(default_factory=Memo)
 
     @property
     def prices(self) -> Prices:
@@ -101,13 +101,13 @@ class Search:
     def constraints(self, decisions: Decisions) -> ActiveSet:
         """Memory constraints at the first points only."""
         may_decompose = self.prices.decomposition.may_gain
-        made = self._memo.of("constraints", (decisions,), lambda: ActiveSet(decisions, self.options, may_decompose))
+        made = self.memo.of("constraints", (decisions,), lambda: ActiveSet(decisions, self.options, may_decompose))
         return made.emptied()
 
     def boundaries(self, objective: Objective) -> frozenset[int]:
         """The hold variables of what crosses from layer to layer."""
         d = objective.decisions
-        return self._memo.of("boundaries", (d,), lambda: layer_boundaries(d, objective.runs))
+        return self.memo.of("boundaries", (d,), lambda: layer_boundaries(d, objective.runs))
 
     def measure(self, objective: Objective, choice: Sequence[int], method: str, limit: float = 0.0) -> Result:
         """The program of ``choice``, whose transfers give way to ``limit`` bytes where they must."""
@@ -127,7 +127,7 @@ class Search:
             self.timings["arrange"] = self.timings.get("arrange", 0.0) + time.perf_counter() - started
             return own
 
-        return self._memo.of("arranged", (result,), made)
+        return self.memo.of("arranged", (result,), made)
 
     def tried(self, result: Result) -> TriedArrangements:
         """Arrangements of the collectives of ``result``."""
@@ -135,7 +135,7 @@ class Search:
         def made() -> TriedArrangements:
             return Candidate.tried(result.program, result.objective.decisions.graph, self.prices, self.options)
 
-        return self._memo.of("tried", (result,), made)
+        return self.memo.of("tried", (result,), made)
 
     @cached_property
     def known_ways(self) -> Sequence[BaselineCandidate]:
@@ -156,8 +156,8 @@ class Search:
     def worthless_gap(self, cost: float) -> float:
         """The relative gap at which it pays to end: that which was asked, or that at which a run of
         ``options.training_steps`` steps of ``cost`` seconds would gain less than the search has cost."""
-        most_s = self.options.training_steps * cost
-        return max(self.options.gap, (now() - self.began) / most_s if most_s else 0.0)
+        taken_s, most_s = now() - self.began, self.options.training_steps * cost
+        return max(self.options.gap, taken_s / most_s if most_s and taken_s > settings.LEAST_S else 0.0)
 
     def fits(self, baseline: BaselineCandidate) -> bool:
         """Whether its program fits, as it is or, where it is a little too large, with its collectives arranged."""
@@ -252,9 +252,10 @@ class SearchState:
         return search.worthless_gap(step_s)
 
     def worth_until(self, search: Search) -> float:
-        """When a run of ``options.training_steps`` steps can gain no more than the search will have cost."""
-        left_s = self.cost - self.bound
-        return search.began + search.options.training_steps * left_s if math.isfinite(left_s) and left_s else math.inf
+        """When a run of ``options.training_steps`` steps can gain no more than the search will have cost, but for
+        its first second."""
+        worth_s = search.options.training_steps * (self.cost - self.bound)
+        return search.began + max(worth_s, settings.LEAST_S) if math.isfinite(worth_s) and worth_s else math.inf
 
     def is_done(self, search: Search) -> bool:
         """Whether what is left to gain is worth less than the search."""
