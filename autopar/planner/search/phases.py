@@ -178,7 +178,7 @@ class Rules:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.joint is not None
         for found in checkpoints(search, state).by_rules(state.joint.depth, until):
-            state = state.with_plan(search, checkpointed(state.joint, found))
+            state = state.with_leaner(search, checkpointed(state.joint, found))
         return state
 
 
@@ -548,11 +548,14 @@ class SmallestPeak:
 
         begin = exact.smallest_by_rules() if search.one_device else None
 
-        def by(way: KnownShardings | Joint, best: Result, budget: float) -> Result | None:
+        def by(way: Joint | KnownShardings, best: Result, budget: float) -> Result | None:
             near = replace(fresh, near=(best.solution.choice,))
             return way.run(replace(search, budget=budget), near, rows_until).best
 
-        within = [partial(by, way) for way in (KnownShardings(), Joint(share=1.0), Joint(share=1.0, per_option=True))]
+        ways: list[Joint | KnownShardings] = [Joint(share=1.0, per_option=each) for each in (False, True)]
+        if not search.one_device:
+            ways.append(KnownShardings())
+        within = [partial(by, way) for way in ways]
         for found in search_smallest_peak(search, fresh, rows_until, within, layers, begin):
             state = state.with_leaner(search, found)
             if state.best is not None:

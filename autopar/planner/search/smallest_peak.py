@@ -24,8 +24,8 @@ GAP, COST_GAP = 0.01, 0.3
 NEARLY = 1.005
 """Times the smallest peak within which the cheapest choice is taken: cheap ones hold little besides."""
 
-STEP = 0.01
-"""Share of the smallest peak so far by which the next should be smaller at least."""
+STEP, MOST_LESS = 0.01, 0.5
+"""Shares of the smallest peak so far by which the next should be smaller: at least, and at most."""
 
 IDLE_ROUNDS = 1
 """Rounds in which nothing smaller is found, after which constraints are dropped."""
@@ -47,7 +47,7 @@ def search_smallest_peak(
 
     Args:
         state: with no more than the free optimum and the joint problem.
-        within: searches within a budget, the quickest first, which set nothing aside for what other plans hold.
+        within: searches within a budget, which set nothing aside for what other plans hold.
         others: plans that hold little, which constraints do not begin with.
         begin: a choice that holds little; else that of the leanest baseline.
     """
@@ -61,7 +61,7 @@ def search_smallest_peak(
         for found in _by_constraints(search, state, until, best, min(map(_peak, others), default=None)):
             yield (best := found)
         best = min((*others, *([] if best is None else [best])), key=_peak, default=None)
-        for find in within if best is not None else ():
+        for find in within:
             for found in _descending(find, until, best):
                 yield (best := found)
         if best is last:
@@ -107,7 +107,7 @@ def _descending(find: Within, until: float, best: Result | None) -> Iterator[Res
         found = find(best, aim(best, less))
         if found is not None:
             yield (best := found)
-            less *= 2
+            less = min(2 * less, MOST_LESS)
         elif less == STEP:
             return
         else:
