@@ -25,6 +25,7 @@ from autopar.errors import (
 from autopar.solver.clock import only_counted
 from tests.cpu.bad_input_checks import Net, batch, refused, untouched
 from tests.cpu.capture_checks import captured_once
+from tests.infeasible import smallest_budget
 
 
 def run(model: nn.Module, **options: Any) -> nn.Module:
@@ -75,13 +76,8 @@ def test_a_budget_that_nothing_fits_names_the_smallest_that_works() -> None:
     model = Net()
     with untouched(model), refused(InfeasibleError, "memory_budget=", "smallest budget that works") as caught:
         run(model, memory_budget=100)
-    smallest = smallest_of(caught.value)
+    smallest = smallest_budget(caught.value)
     assert autopar.plan(model, batch(), mesh=(1,), memory_budget=smallest).peak_memory <= smallest
-
-
-def smallest_of(error: BaseException) -> int:
-    assert isinstance(error, InfeasibleError)
-    return int(error.hint.split("memory_budget=")[1].split(";")[0])
 
 
 def mlp(width: int = 64) -> nn.Module:
@@ -104,14 +100,14 @@ def test_the_smallest_budget_works_and_less_does_not(model: nn.Module, mesh: tup
     inputs = batch() if isinstance(model, Net) else torch.randn(16, 64)
     with refused(InfeasibleError) as caught:
         autopar.plan(model, inputs, mesh=mesh, memory_budget=10)
-    smallest = smallest_of(caught.value)
+    smallest = smallest_budget(caught.value)
     plan = autopar.plan(model, inputs, mesh=mesh, memory_budget=smallest)
     assert plan.peak_memory <= smallest
     less = smallest - max(smallest // 100, 1)
     try:
         found, most = autopar.plan(model, inputs, mesh=mesh, memory_budget=less).peak_memory, less
     except InfeasibleError as error:
-        found, most = smallest_of(error), smallest
+        found, most = smallest_budget(error), smallest
     assert found <= most
 
 
@@ -121,7 +117,7 @@ def test_of_a_small_model_the_smallest_budget_is_named_to_the_byte() -> None:
     model, inputs = mlp(), torch.randn(16, 64)
     with refused(InfeasibleError) as caught:
         autopar.plan(model, inputs, mesh=(2,), memory_budget=10)
-    smallest = smallest_of(caught.value)
+    smallest = smallest_budget(caught.value)
     with refused(InfeasibleError, f"memory_budget={smallest}"):
         autopar.plan(model, inputs, mesh=(2,), memory_budget=smallest - 1)
 
@@ -131,7 +127,7 @@ def test_what_rows_set_aside_hides_no_smaller_budget() -> None:
     """Rows for all options named 1,924 bytes; what is set aside for single options leads to 1,828."""
     with refused(InfeasibleError) as caught, only_counted():
         autopar.plan(Net(tied=True), batch(), mesh=(4,), memory_budget=10)
-    assert smallest_of(caught.value) <= 1828
+    assert smallest_budget(caught.value) <= 1828
 
 
 # --- constraints ---

@@ -17,6 +17,7 @@ from autopar.planner.search.settings import TRAINING_STEPS
 from autopar.plans import Plan
 from autopar.solver.clock import only_counted
 from tests.cpu.model_checks import cluster_where_sharding_pays
+from tests.infeasible import smallest_budget
 from tests.zoo import ZOO
 
 TOYS = ["gpt2", "llama", "mixtral", "mamba2"]
@@ -68,7 +69,7 @@ def named_within(name: str, budget: int, time_limit: float = 60.0) -> int:
     """The smallest budget that the error of a search names."""
     with pytest.raises(InfeasibleError) as error:
         within(name, budget, time_limit)
-    return int(error.value.hint.partition("memory_budget=")[2].partition(";")[0])
+    return smallest_budget(error.value)
 
 
 def free_peak(name: str) -> int:

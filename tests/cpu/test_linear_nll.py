@@ -27,6 +27,7 @@ from autopar.runtime.simulation import simulate_program
 from autopar.tracer import ColoTracer
 from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import Subject, assert_equals_one_device, cluster_where_sharding_pays, eager
+from tests.infeasible import smallest_budget
 from tests.models import ZOO
 
 OPS = torch.ops.autopar
@@ -414,7 +415,7 @@ def test_what_an_error_says_would_fit_does(small_chunks) -> None:
     model = Language()
     with pytest.raises(InfeasibleError, match="smallest budget") as error:
         chosen(model, budget(model) // 4)
-    least = int(str(error.value).partition("memory_budget=")[2].partition(";")[0])
+    least = smallest_budget(error.value)
     assert "linear_nll" in chosen(model, least).source
 
 

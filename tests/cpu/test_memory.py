@@ -24,6 +24,7 @@ from autopar.spmd.ranks import ProcessRank
 from autopar.training import MasterWeights
 from tests.cpu.capture_checks import captured_once
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
+from tests.infeasible import smallest_budget
 from tests.models import MLP, ZOO
 
 CLOSE = 1.03
@@ -255,7 +256,7 @@ def test_every_optimizer_keeps_to_a_budget(stepping, name, share) -> None:
     try:
         plan, model, inputs = planned(budget)
     except InfeasibleError as error:
-        budget = int(str(error).partition("memory_budget=")[2].partition(";")[0])
+        budget = smallest_budget(error)
         plan, model, inputs = planned(budget)
     stepper = make(model.parameters())
     found = measured(model, inputs, stepper)

@@ -22,6 +22,7 @@ from autopar.runtime.simulation import Simulation, simulate_program
 from autopar.solver.clock import only_counted
 from autopar.tracer import ColoTracer
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
+from tests.infeasible import smallest_budget
 from tests.models import ZOO
 from tests.pure.memory_graphs import runs_again
 
@@ -214,7 +215,7 @@ def test_the_smallest_budget_that_an_error_names_works(name, mesh) -> None:
 
     with pytest.raises(InfeasibleError, match="smallest budget that works") as error:
         within(1000)
-    named = smallest_of(error.value)
+    named = smallest_budget(error.value)
     assert within(named).memory.peak_bytes <= named
     if "so far" not in str(error.value):
         with pytest.raises(InfeasibleError, match="smallest budget that works"):
@@ -237,7 +238,7 @@ def test_a_small_model_on_one_device_is_told_what_rows_find(name: str, host: str
     free = within(10**12)
     with pytest.raises(InfeasibleError) as error:
         within(1000)
-    named = smallest_of(error.value)
+    named = smallest_budget(error.value)
     assert named <= 0.7 * free.memory.peak_bytes
     plan = within(named)
     assert plan.memory.peak_bytes <= named
@@ -261,7 +262,7 @@ def test_a_deep_model_on_one_device_is_told_a_budget_far_below_its_free_plan() -
     free = within(10**12)
     with pytest.raises(InfeasibleError) as error:
         within(10**6)
-    named = smallest_of(error.value)
+    named = smallest_budget(error.value)
     assert named <= 0.45 * free.memory.peak_bytes
     assert within(named).memory.peak_bytes <= named
 
@@ -275,8 +276,4 @@ def test_no_error_names_more_than_the_plan_without_a_budget_holds(monkeypatch) -
         free = planner.plan_graph(graph, on, cluster, Options(time_limit_s=5.0))
         with pytest.raises(InfeasibleError) as error:
             planner.plan_graph(graph, on, cluster, Options(1000, time_limit_s=2.0))
-    assert smallest_of(error.value) <= free.memory.peak_bytes
-
-
-def smallest_of(error: InfeasibleError) -> int:
-    return int(str(error).partition("memory_budget=")[2].partition(";")[0])
+    assert smallest_budget(error.value) <= free.memory.peak_bytes

@@ -19,6 +19,7 @@ from autopar.planner.memory.exact import peak, profile
 from autopar.planning import capture_model
 from autopar.tracer.calls import Call, bind
 from autopar.tracer.tracer import as_call
+from tests.infeasible import smallest_budget
 
 ROWS, WIDTH = 64, 16
 CPU = "cpu-2"
@@ -64,10 +65,6 @@ def refused(model: nn.Module, inputs: Any, budget: float, **options: Any) -> Inf
     with pytest.raises(InfeasibleError) as caught:
         autopar.plan(model, inputs, **{"mesh": (1,), "cluster": CPU, **options}, memory_budget=int(budget))
     return caught.value
-
-
-def smallest_of(error: InfeasibleError) -> int:
-    return int(error.hint.split("memory_budget=")[1].split(";")[0])
 
 
 # --- what is held, and where ---
@@ -147,7 +144,7 @@ def fitting(model: nn.Module, inputs: Any, budget: int, hint: str, **options: An
 )
 def test_what_an_error_names_fits(share, mesh, kinds) -> None:
     model, inputs = Layered(256), rows(256)
-    budget = int(share * smallest_of(refused(model, inputs, 10, mesh=mesh)))
+    budget = int(share * smallest_budget(refused(model, inputs, 10, mesh=mesh)))
     error = refused(model, inputs, budget, mesh=mesh)
     assert "it fits with" in error.hint or "it fits on" in error.hint
     assert fitting(model, inputs, budget, error.hint, mesh=mesh) >= kinds
@@ -155,7 +152,7 @@ def test_what_an_error_names_fits(share, mesh, kinds) -> None:
 
 def test_changes_are_made_together_where_none_alone_fits() -> None:
     model, inputs = Layered(256), rows(256)
-    smallest = smallest_of(refused(model, inputs, 10))
+    smallest = smallest_budget(refused(model, inputs, 10))
     budget = int(0.11 * smallest)
     error = refused(model, inputs, budget)
     named = re.search(
@@ -166,32 +163,32 @@ def test_changes_are_made_together_where_none_alone_fits() -> None:
     plan = autopar.plan(model, rows(batch), (ranks,), CPU, accumulation_steps=steps, memory_budget=budget)
     assert plan.peak_memory <= budget
     for alone in ({"mesh": (8,)}, {"mixed_precision": "bf16"}):
-        assert smallest_of(refused(model, inputs, 10, **alone)) > budget
-    assert smallest_of(refused(model, rows(256 // 8), 10, accumulation_steps=8)) > budget
+        assert smallest_budget(refused(model, inputs, 10, **alone)) > budget
+    assert smallest_budget(refused(model, rows(256 // 8), 10, accumulation_steps=8)) > budget
 
 
 def test_micro_batches_multiply_those_that_were_asked_for() -> None:
     model, inputs = Layered(256), rows(256)
-    budget = 0.8 * smallest_of(refused(model, inputs, 10, accumulation_steps=3))
+    budget = 0.8 * smallest_budget(refused(model, inputs, 10, accumulation_steps=3))
     assert "accumulation_steps=6 and batches of 128" in refused(model, inputs, budget, accumulation_steps=3).hint
 
 
 def test_local_batches_grow_with_the_ranks() -> None:
     model, inputs = Layered(256), rows(256)
-    budget = int(0.8 * smallest_of(refused(model, inputs, 10, batch="local")))
+    budget = int(0.8 * smallest_budget(refused(model, inputs, 10, batch="local")))
     error = refused(model, inputs, budget, batch="local")
     assert "batches" in fitting(model, inputs, budget, error.hint, batch="local")
 
 
 def test_axes_keep_their_names() -> None:
     model, inputs = Layered(256), rows(256)
-    budget = 0.5 * smallest_of(refused(model, inputs, 10, mesh={"dp": 2}))
+    budget = 0.5 * smallest_budget(refused(model, inputs, 10, mesh={"dp": 2}))
     assert re.search(r"on mesh \(dp=\d+\) with", refused(model, inputs, budget, mesh={"dp": 2}).hint)
 
 
 def test_a_running_job_hears_how_many_ranks_would_do() -> None:
     model, inputs = Layered(256), rows(256)
-    budget = int(0.8 * smallest_of(refused(model, inputs, 10)))
+    budget = int(0.8 * smallest_budget(refused(model, inputs, 10)))
     with pytest.raises(InfeasibleError, match=r"in a job of 2 ranks on mesh \(2,\)"):
         autopar.autoparallelize(model, inputs, mesh=(1,), cluster=CPU, memory_budget=budget)
     assert type(model) is Layered
@@ -200,7 +197,7 @@ def test_a_running_job_hears_how_many_ranks_would_do() -> None:
 def test_of_a_range_the_largest_has_to_fit() -> None:
     model, inputs = Layered(256), rows(64)
     sizes = {name: {0: torch.export.Dim("batch", min=2, max=256)} for name in ("x", "target")}
-    budget = int(0.8 * smallest_of(refused(model, inputs, 10, dynamic_shapes=sizes)))
+    budget = int(0.8 * smallest_budget(refused(model, inputs, 10, dynamic_shapes=sizes)))
     error = refused(model, inputs, budget, dynamic_shapes=sizes)
     assert "accumulation_steps" not in error.hint
     assert fitting(model, inputs, budget, error.hint, dynamic_shapes=sizes) >= {"ranks"}
@@ -220,7 +217,7 @@ def test_the_graph_of_a_loss_alone_is_that_of_a_model_that_returns_it() -> None:
 def test_logits_need_not_be_returned(monkeypatch) -> None:
     for module in (remedies, planning.planner.search.forms):
         monkeypatch.setitem(module.CHUNKS, "cpu", 256)
-    budget = int(0.9 * smallest_of(refused(Language(), ids(), 10)))
+    budget = int(0.9 * smallest_budget(refused(Language(), ids(), 10)))
     assert "if forward returns only the loss" in refused(Language(), ids(), budget).hint
     assert autopar.plan(Language(alone=True), ids(), (1,), CPU, memory_budget=budget).peak_memory <= budget
 
@@ -279,13 +276,13 @@ def test_all_trials_take_no_longer_than_the_search(tried) -> None:
 
 
 def test_a_batch_is_cut_evenly_and_a_precision_is_kept(tried) -> None:
-    error = refused(Layered(256), rows(251), 0.9 * smallest_of(refused(Layered(256), rows(251), 10)))
+    error = refused(Layered(256), rows(251), 0.9 * smallest_budget(refused(Layered(256), rows(251), 10)))
     assert "accumulation_steps" not in error.hint
     assert any("bf16" in text for text in tried)
     assert not any("accumulation_steps" in text for text in tried)
     tried.clear()
     wanted = {"mixed_precision": "bf16"}
-    refused(Layered(256), rows(251), 0.9 * smallest_of(refused(Layered(256), rows(251), 10, **wanted)), **wanted)
+    refused(Layered(256), rows(251), 0.9 * smallest_budget(refused(Layered(256), rows(251), 10, **wanted)), **wanted)
     assert tried
     assert not any("bf16" in text for text in tried)
 
@@ -295,7 +292,7 @@ def test_a_model_that_refuses_another_batch_is_no_error() -> None:
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             return super().forward(x.view(256, WIDTH), target)
 
-    budget = 0.9 * smallest_of(refused(Fixed(256), rows(256), 10))
+    budget = 0.9 * smallest_budget(refused(Fixed(256), rows(256), 10))
     hint = refused(Fixed(256), rows(256), budget).hint
     assert "accumulation_steps" not in hint
     assert "on mesh (2,) with 2 ranks" in hint

@@ -42,6 +42,7 @@ from autopar.solver.clock import now, only_counted
 from autopar.tracer import ColoTracer
 from tests.baseline_laws import captured
 from tests.cpu.model_checks import cluster_where_sharding_pays
+from tests.infeasible import smallest_budget
 from tests.zoo import ZOO
 
 LONG = 40.0
@@ -164,7 +165,7 @@ def test_where_nothing_else_fits_the_smallest_peak_is_the_plan() -> None:
     phases = (Free(), Reruns(), SmallestPeak())
     with pytest.raises(InfeasibleError) as error:
         planned("mlp", (4,), 0.01, phases)
-    named = int(str(error.value).partition("memory_budget=")[2].partition(";")[0])
+    named = smallest_budget(error.value)
     share = (named + 0.5) / free_peak("mlp", (4,))
     plan = planned("mlp", (4,), share, phases)
     assert plan.memory.peak_bytes <= named
@@ -213,7 +214,7 @@ def test_an_error_names_no_more_than_recomputed_layers_hold(monkeypatch: pytest.
     free = planner.plan_graph(graph, on, cluster, Options(10**12), compare=False)
     with pytest.raises(InfeasibleError) as error:
         planner.plan_graph(graph, on, cluster, Options(1000, time_limit_s=8.0))
-    named = int(error.value.hint.partition("memory_budget=")[2].partition(";")[0])
+    named = smallest_budget(error.value)
     monkeypatch.setitem(searching.SEARCHES, "joint", lambda _: (Free(), Reruns(), Layers()))
     found = planner.plan_graph(graph, on, cluster, Options(int(0.6 * free.memory.peak_bytes)))
     assert named <= found.memory.peak_bytes

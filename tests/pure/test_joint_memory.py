@@ -31,6 +31,7 @@ from autopar.planner.problem.decide import decide
 from autopar.program import LocalTensor, Op
 from autopar.sharding import ShardingSpec
 from autopar.solver import evaluate, peak_usage
+from tests.infeasible import smallest_budget
 from tests.random_plans import random_solution
 
 from .memory_graphs import chain, tensor
@@ -167,6 +168,6 @@ def test_the_budget_that_an_error_names_is_enough() -> None:
     graph = chain(8)
     with pytest.raises(InfeasibleError, match="memory_budget=") as raised:
         plan_graph(graph, MESH, CLUSTER, Options(memory_budget_bytes=1, time_limit_s=10.0), compare=False)
-    budget = int(str(raised.value).split("memory_budget=")[1].split(";")[0])
+    budget = smallest_budget(raised.value)
     plan = plan_graph(graph, MESH, CLUSTER, Options(memory_budget_bytes=budget, time_limit_s=10.0), compare=False)
     assert plan.memory.peak_bytes <= budget
