@@ -114,15 +114,20 @@ class Trial:
     def _divides(self, kind: str) -> float:
         return math.prod(change.divides for change in self.changes if change.kinds is None or kind in change.kinds)
 
+    @property
+    def changed(self) -> Request:
+        """The request with all changes."""
+        return functools.reduce(lambda request, change: change.apply(request), self.changes, self.request)
+
     def fits(self, seconds: float) -> bool:
         """Whether a plan is found in so many seconds, capture included."""
-        began, r = time.monotonic(), functools.reduce(lambda r, change: change.apply(r), self.changes, self.request)
+        began, r = time.monotonic(), self.changed
         mesh = as_mesh(r.mesh)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the search has given them
                 graph = r.graph or capture_model(r.model, r.call, r.options, mesh.size).graph
-                if r.only_loss:  # which logits that are not returned lets compute in chunks
+                if r.only_loss:  # logits that are not returned can be computed in chunks
                     graph = with_chunked_losses(loss_alone(graph), CHUNKS[r.cluster.device.kind])
                 left = max(seconds - (time.monotonic() - began), LEAST_S)
                 options = dataclasses.replace(r.options, time_limit_s=left, compare=False, gap=ANY_GAP)
@@ -167,7 +172,7 @@ def remedies(request: Request, short: Shortfall) -> list[str]:
     """
     mesh = Mesh(short.mesh_shape, () if request.mesh is None else as_mesh(request.mesh).names)
     request = dataclasses.replace(_at_largest(request), mesh=mesh)
-    kinds = [kind for kind in _changes(request, mesh) if kind]
+    kinds = [kind for kind in _changes(request) if kind]
     until = time.monotonic() + request.options.time_limit_s
     for count in range(1, len(kinds) + 1):
         together = [_trials(request, some, short) for some in itertools.combinations(kinds, count)]
@@ -211,10 +216,10 @@ def _at_largest(request: Request) -> Request:
     return dataclasses.replace(request, call=resized(request.call, ranges, largest(ranges)), graph=None)
 
 
-def _changes(request: Request, mesh: Mesh) -> Iterator[list[Change]]:
+def _changes(request: Request) -> Iterator[list[Change]]:
     """The changes of each kind, the least first."""
     yield [Change('with mixed_precision="bf16"', _in_bf16, 2, OF_VALUES)] if _may_use_bf16(request) else []
-    yield [_to_more_ranks(request, mesh, factor) for factor in FACTORS]
+    yield [_to_more_ranks(request, factor) for factor in FACTORS]
     batch = batch_of(request.call)
     # In a range the batch is the user's to vary.
     divisors = [factor for factor in FACTORS if batch % factor == 0 and request.options.ranges is None]
@@ -230,12 +235,12 @@ def _may_use_bf16(request: Request) -> bool:
 
 
 def _in_bf16(request: Request) -> Request:
-    return dataclasses.replace(
-        request, options=dataclasses.replace(request.options, mixed_precision="bf16"), graph=None
-    )
+    options = dataclasses.replace(request.options, mixed_precision="bf16")
+    return dataclasses.replace(request, options=options, graph=None)
 
 
-def _to_more_ranks(request: Request, mesh: Mesh, factor: int) -> Change:
+def _to_more_ranks(request: Request, factor: int) -> Change:
+    mesh = as_mesh(request.mesh)
     larger = Mesh((factor * mesh.shape[0], *mesh.shape[1:]), mesh.names)
 
     def apply(r: Request) -> Request:

@@ -328,20 +328,20 @@ class Layers:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         if until - now() < settings.LAYERS_TIMES * state.listed_s:
             return state
-        for found in layers_recomputed(search, state, until, settings.LAYERS_MOST):
+        for found in layers_recomputed(search, state, until):
             state = state.with_plan(search, found)
             if state.best is not None:
                 break
         return state
 
 
-def layers_recomputed(search: Search, state: SearchState, until: float, most: int) -> Iterator[Result]:
-    """With each of so many known shardings: all is recomputed but what crosses from layer to layer; and then sums of
+def layers_recomputed(search: Search, state: SearchState, until: float) -> Iterator[Result]:
+    """With each of the first known shardings: all is recomputed but what crosses from layer to layer; and then sums of
     gradients are held in the least bytes too."""
     objective = state.joint
     assert objective is not None
     kept = search.boundaries(objective)
-    for _, still in itertools.islice(lean_first(search, state, together=False), most):
+    for _, still in itertools.islice(lean_first(search, state, together=False), settings.LAYERS_MOST):
         way = recomputed(objective.decisions, still, kept)
         for among in dict.fromkeys((way, with_lean_sums(objective.decisions, way))):
             if now() > until:
@@ -539,7 +539,7 @@ class SmallestPeak:
         if objective.depth and not search.one_device:
             # Most of it is known by now: it takes no work from what follows, which ends soon enough.
             began = now()
-            layers += layers_recomputed(replace(search, budget=0.0), fresh, until, most=1)
+            layers += layers_recomputed(replace(search, budget=0.0), fresh, until)
             until += now() - began
         search = replace(search, began=now())
         small = search.one_device and len(objective.decisions.variables) <= settings.EXACT_MOST

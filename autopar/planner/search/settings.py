@@ -10,7 +10,7 @@ TRAINING_STEPS = 30_000
 
 LEAST_S = 1.0
 """Work that every search may take, however little a run can gain by it. Without it an LSTM of 81 KB within .9, .75 and
-.6 of its peak took 3.6, 10 and 3.5 % longer than its free step; so .0, 9 and .0 %, after a tenth of a second more."""
+.6 of its peak took 3.6, 10 and 3.5 % longer than without a budget; with it 0, 9 and 0 %, after up to .2 s more."""
 
 FIRST_LIMIT_S = 60.0
 """Limit for which the phases are run first, where there is time for another one of as much: the default. BERT large on

@@ -24,11 +24,11 @@ GAP, COST_GAP = 0.01, 0.3
 NEARLY = 1.005
 """Times the smallest peak within which the cheapest choice is taken: cheap ones hold little besides."""
 
-STEP, MOST_LESS = 0.01, 0.5
-"""Shares of the smallest peak so far by which the next should be smaller: at least, and at most."""
+SMALLER = 0.99
+"""Share of the smallest peak so far that the next may hold."""
 
 IDLE_ROUNDS = 1
-"""Rounds in which nothing smaller is found, after which constraints are dropped."""
+"""Rounds in which nothing smaller is found, after which another way is tried."""
 
 Within = Callable[[Result, float], Result | None]
 """Finds a plan within so many bytes, from one that holds more; None where it finds none."""
@@ -58,9 +58,9 @@ def search_smallest_peak(
         yield best
     while now() < until:
         last = best
-        for found in _by_constraints(search, state, until, best, min(map(_peak, others), default=None)):
+        for found in _by_constraints(search, state, until, best, known=min(map(_peak, others), default=math.inf)):
             yield (best := found)
-        best = min((*others, *([] if best is None else [best])), key=_peak, default=None)
+        best = min(filter(None, (*others, best)), key=_peak, default=None)
         for find in within:
             for found in _descending(find, until, best):
                 yield (best := found)
@@ -80,10 +80,11 @@ def _first(search: Search, objective: Objective, begin: Sequence[int] | None) ->
 
 
 def _by_constraints(
-    search: Search, state: SearchState, until: float, best: Result | None, known: int | None
+    search: Search, state: SearchState, until: float, best: Result | None, known: float
 ) -> Iterator[Result]:
     """The cheapest choice near the smallest peak that the constraints allow, then constraints for what its program
-    holds beyond the best so far, and again. Where another plan's peak is ``known``, rounds above it count as idle."""
+    holds beyond the best so far, and again. A round that ends above the ``known`` peak of another plan counts as
+    idle."""
     assert state.joint is not None
     constraints, idle = search.constraints(state.joint.decisions), 0
     if best is not None:
@@ -94,29 +95,29 @@ def _by_constraints(
             return
         idle += 1
         if best is None or _peak(found) < _peak(best):
-            best, idle = found, 0 if known is None or _peak(found) < known else idle
+            best, idle = found, 0 if _peak(found) < known else idle
             yield best
         if not _tighten(constraints, found, best):
             return
 
 
 def _descending(find: Within, until: float, best: Result | None) -> Iterator[Result]:
-    """Plans each within less than the peak of the last one: twice as much less after each that is found."""
-    less = STEP
+    """Plans that each hold less than the last one: after each that is found about twice as much less."""
+    share = SMALLER
     while best is not None and now() < until:
-        found = find(best, aim(best, less))
+        found = find(best, aim(best, share))
         if found is not None:
             yield (best := found)
-            less = min(2 * less, MOST_LESS)
-        elif less == STEP:
+            share *= share
+        elif share == SMALLER:
             return
         else:
-            less = STEP
+            share = SMALLER
 
 
-def aim(best: Result, less: float = STEP) -> float:
+def aim(best: Result, share: float = SMALLER) -> float:
     """Bytes that the next peak should not be above."""
-    return min(best.memory.peak_bytes * (1 - less), best.memory.peak_bytes - 1)
+    return min(_peak(best) * share, _peak(best) - 1)
 
 
 def _tighten(constraints: ActiveSet, found: Result, best: Result) -> bool:

@@ -155,7 +155,8 @@ class Search:
 
     def worthless_gap(self, cost: float) -> float:
         """The relative gap at which it pays to end: that which was asked, or that at which a run of
-        ``options.training_steps`` steps of ``cost`` seconds would gain less than the search has cost."""
+        ``options.training_steps`` steps of ``cost`` seconds would gain less than the search has cost, after its first
+        second."""
         taken_s, most_s = now() - self.began, self.options.training_steps * cost
         return max(self.options.gap, taken_s / most_s if most_s and taken_s > settings.LEAST_S else 0.0)
 
