@@ -139,16 +139,25 @@ Messages: TypeAlias = Mapping[int, tuple[IndexArray, Mapping[int, Array]]]
 """Of each node, its options by their numbers in the problem, and what each of its edges was handed of their costs."""
 
 
+class Traded(NamedTuple):
+    """What message passing leaves of the pieces of a problem with repeated blocks: what each has passed, and the prices
+    at which they trade (see ``blocks.pieces``)."""
+
+    messages: tuple[Messages, ...]
+    prices: tuple[Array, ...]
+
+
 class Duals(NamedTuple):
     """What a solve leaves for the solve of a similar problem to start from.
 
     ``usage_prices``: of the limit, where it binds. ``basis``: of the last linear program. ``messages``: of the problem
-    and of its tied form, keyed by their numbers of nodes.
+    and of its tied form, keyed by their numbers of nodes. ``traded``: of its pieces.
     """
 
     usage_prices: UsagePrices = UsagePrices()
     basis: Basis | None = None
     messages: Mapping[int, Messages] = MappingProxyType({})
+    traded: Traded | None = None
 
 
 NO_DUALS = Duals()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from autopar.solver.blocks.relaxation import Prices, Relaxation
+from collections.abc import Iterator, Sequence
+
+from autopar.solver.blocks.parts import Block
+from autopar.solver.blocks.relaxation import Relaxation
 from autopar.solver.problem import Array, Edge, Problem
 from autopar.solver.reduce.graph import Graph
 
 
-def priced_ends(relaxation: Relaxation, prices: Prices) -> tuple[Problem, float]:
+def priced_ends(relaxation: Relaxation, prices: Sequence[Array]) -> tuple[Problem, float]:
     """The ends under prices, as a problem with costs >= 0 and the constant that is missing from it."""
     extra: dict[int, Array] = {}
-    for block, seams, outer in zip(relaxation.parts.blocks, prices.seams, prices.outer, strict=True):
+    for block, seams, outer in _by_block(relaxation, prices):
         for (_, _, before, behind), price in zip(block.seams, seams, strict=True):
             _add(extra, before, price)
             _add(extra, behind, -price)
@@ -19,16 +22,22 @@ def priced_ends(relaxation: Relaxation, prices: Prices) -> tuple[Problem, float]
     return _with_costs(relaxation.ends, extra)
 
 
-def priced_block(relaxation: Relaxation, index: int, prices: Prices) -> tuple[Problem, float]:
+def priced_block(relaxation: Relaxation, index: int, prices: Sequence[Array]) -> tuple[Problem, float]:
     """One block of a run under prices, and the missing constant."""
-    block = relaxation.parts.blocks[index]
+    block, seams, outer = list(_by_block(relaxation, prices))[index]
     extra: dict[int, Array] = {}
-    for (column, ghost, _, _), price in zip(block.seams, prices.seams[index], strict=True):
+    for (column, ghost, _, _), price in zip(block.seams, seams, strict=True):
         _add(extra, column, price)
         _add(extra, ghost, -price)
-    for (ghost, _), price in zip(block.outer, prices.outer[index], strict=True):
+    for (ghost, _), price in zip(block.outer, outer, strict=True):
         _add(extra, ghost, -price)
     return _with_costs(relaxation.blocks[index], extra)
+
+
+def _by_block(relaxation: Relaxation, prices: Sequence[Array]) -> Iterator[tuple[Block, list[Array], list[Array]]]:
+    left = iter(prices)
+    for block in relaxation.parts.blocks:
+        yield block, [next(left) for _ in block.seams], [next(left) for _ in block.outer]
 
 
 def _add(extra: dict[int, Array], node: int, price: Array) -> None:

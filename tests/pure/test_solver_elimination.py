@@ -98,6 +98,14 @@ class TestElimination:
         assert order.elements == pytest.approx(100 + 100 + 100 + 10 + 1)
 
 
+def _with_other_costs(problem: Problem, random: np.random.Generator) -> Problem:
+    """Equal costs stay equal."""
+    arrays = {id(cost): cost for cost in (*problem.costs, *(edge.cost for edge in problem.edges))}
+    scaled = {key: random.uniform(0.5, 2.0) * cost for key, cost in arrays.items()}
+    edges = tuple(Edge(edge.u, edge.v, scaled[id(edge.cost)]) for edge in problem.edges)
+    return Problem(tuple(scaled[id(cost)] for cost in problem.costs), edges)
+
+
 class TestPieces:
     @given(seeds)
     @settings(max_examples=25, deadline=None)
@@ -120,6 +128,32 @@ class TestPieces:
         block, block_offset = priced_block(relaxation, 0, pieces.prices)
         total = eliminated(ends) + ends_offset + relaxation.parts.blocks[0].count * (eliminated(block) + block_offset)
         assert last - 1e-6 <= total <= best + 1e-6
+
+    @given(seeds)
+    @settings(max_examples=25, deadline=None)
+    def test_what_was_traded_under_other_costs_is_a_start(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        problem = chain(random, int(random.integers(12, 30)), width=2, hub=bool(seed % 2))
+        other = _with_other_costs(problem, random)
+        try:
+            one, two = (Relaxation(take_apart(p, foldable(find_runs(p)), 1), UsagePrices()) for p in (problem, other))
+        except InfeasibleError:
+            return
+        pieces = Pieces(one)
+        bound = [pieces.sweep(forward=count % 2 == 1) for count in range(12)][-1]
+        assert Pieces(one, pieces.traded()).sweep(forward=False) >= bound - 1e-6
+        begun = Pieces(two, pieces.traded())
+        for count in range(4):
+            assert begun.sweep(forward=count % 2 == 1) <= eliminated(other) + 1e-6
+
+    def test_what_pieces_of_another_shape_have_traded_is_left_alone(self) -> None:
+        relaxations = [
+            Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
+            for problem in (chain(np.random.default_rng(7), 20, options=options) for options in (2, 3))
+        ]
+        small, large = map(Pieces, relaxations)
+        small.sweep(forward=False)
+        assert Pieces(relaxations[1], small.traded()).sweep(forward=False) == large.sweep(forward=False)
 
     @given(seeds)
     @example(190)  # where only the last copy takes an option in which no copy finds the one before

@@ -19,7 +19,7 @@ from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.folding import LEAST_COPIES, fold, foldable
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.pieces import Pieces
-from autopar.solver.blocks.relaxation import Prices, Relaxation
+from autopar.solver.blocks.relaxation import Relaxation
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.integer import highs
 from autopar.solver.phases import FLAT, State, run_phases
@@ -307,10 +307,7 @@ class TestBound:
         except InfeasibleError:
             assert optimum(problem) == math.inf
             return
-        prices = Prices(
-            tuple(tuple(random.normal(size=2) for _ in block.seams) for block in parts.blocks),
-            tuple(tuple(random.normal(size=2) for _ in block.outer) for block in parts.blocks),
-        )
+        prices = [random.normal(size=2) for block in parts.blocks for _ in (*block.seams, *block.outer)]
         bound = -usage_prices.total() * problem.limit
         pieces = [(1, *priced_ends(relaxation, prices))]
         pieces += [(b.count, *priced_block(relaxation, i, prices)) for i, b in enumerate(parts.blocks)]

@@ -57,7 +57,7 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: f
     search_near(incumbent, graph, found, deadline, lambda: Graph(parts.whole), _owners(parts, first))
     if incumbent.settled() and not incumbent.proven():
         latest = incumbent.seconds() + RAISING_SHARE * (deadline - incumbent.seconds())
-        Bounds(parts, incumbent.usage_prices).raise_bound(incumbent, latest, ROUGH)
+        Bounds(parts, incumbent.usage_prices, incumbent.traded).raise_bound(incumbent, latest, ROUGH)
 
 
 def _together(parts: Parts) -> tuple[Problem, list[int]]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from autopar.solver.blocks.parts import Parts
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Relaxation
-from autopar.solver.problem import USAGE_TOLERANCE, UsagePrices, relative_gap
+from autopar.solver.problem import USAGE_TOLERANCE, Traded, UsagePrices, relative_gap
 from autopar.solver.reduce.incumbent import Incumbent
 
 MAX_SWEEPS = 1000
@@ -19,16 +19,17 @@ TELLING = 0.25
 
 
 class Bounds:
-    """A bound that rises with more message passing."""
+    """A bound that rises with more message passing, which goes on from what is ``known`` of like pieces."""
 
-    def __init__(self, parts: Parts, usage_prices: UsagePrices) -> None:
+    def __init__(self, parts: Parts, usage_prices: UsagePrices, known: Traded | None = None) -> None:
+        self.known = known
         self.relaxation = Relaxation(parts, usage_prices)
         paid = usage_prices.total()
         self.constant = paid * parts.whole.limit * (1 + USAGE_TOLERANCE) if paid else 0.0
 
     @cached_property
     def pieces(self) -> Pieces:
-        return Pieces(self.relaxation)
+        return Pieces(self.relaxation, self.known)
 
     def raise_bound(self, incumbent: Incumbent, deadline: float, stalled: float) -> None:
         """Sweep to and fro until the bound tells enough or rises no more by ``stalled``, a share of the gap; no later
@@ -44,6 +45,7 @@ class Bounds:
             if relative_gap(incumbent.objective, best - self.constant) <= TELLING * incumbent.gap:
                 break
         incumbent.raise_bound(best - self.constant)
+        incumbent.traded = self.pieces.traded()
 
     def _gap(self, incumbent: Incumbent, bound: float) -> float:
         """Seconds between the bound and the best choice; no less than what was asked."""

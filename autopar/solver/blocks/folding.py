@@ -109,7 +109,7 @@ class _Folding:
     ) -> None:
         self.incumbent, self.tied, self.size = incumbent, tied, size
         self.begin_part, self.linear = begin_part, linear
-        self.bounds = Bounds(tied.parts, UsagePrices())
+        self.bounds = Bounds(tied.parts, UsagePrices(), incumbent.traded)
 
     @cached_property
     def core(self) -> Core | None:

@@ -29,17 +29,6 @@ EACH = 3e5
 """Element operations that looking for dominated options of a part may take, and one look or one product."""
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Seconds by option: ``seams[r][k]`` of run r's k-th seam, ``outer[r][k]`` of its k-th outer node.
-
-    They are those of one copy.
-    """
-
-    seams: tuple[tuple[Array, ...], ...]
-    outer: tuple[tuple[Array, ...], ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Core:
     """What is left of the tied problem once its pieces are reduced: choices differ by as much as the tied ones for
@@ -90,14 +79,6 @@ class Relaxation:
             kept = {node for column, ghost, _, _ in block.seams for node in (column, ghost)}
             kept |= {ghost for ghost, _ in block.outer}
             self.blocks.append(_reduced(with_usages_priced(block.problem, usage_prices), kept))
-
-    def no_prices(self) -> Prices:
-        """To begin with."""
-        ends = self.parts.ends.costs
-        return Prices(
-            tuple(tuple(np.zeros(len(ends[before])) for _, _, before, _ in b.seams) for b in self.parts.blocks),
-            tuple(tuple(np.zeros(len(ends[node])) for _, node in b.outer) for b in self.parts.blocks),
-        )
 
     def core(self, tied: Tied) -> Core:
         """The reduced pieces tied together; of limits nothing is left.

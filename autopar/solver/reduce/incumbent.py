@@ -7,7 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 
 from autopar.solver.clock import now
-from autopar.solver.problem import Basis, Duals, Messages, Problem, TraceEntry, UsagePrices, evaluate, relative_gap
+from autopar.solver.problem import (
+    Basis,
+    Duals,
+    Messages,
+    Problem,
+    TraceEntry,
+    Traded,
+    UsagePrices,
+    evaluate,
+    relative_gap,
+)
 
 ROUNDING = 1e-9
 """Relative rounding of sums of costs: bounds closer to an objective than this are not told apart from it."""
@@ -49,6 +59,7 @@ class Incumbent:
         self.usage_prices = UsagePrices()
         self.basis: Basis | None = None
         self.messages: dict[int, Messages] = {}
+        self.traded: Traded | None = None
         self.aim = -math.inf  # an objective that is good enough
         self.expected = -math.inf  # the optimum as far as it is known, proven or not
         self.trace: list[TraceEntry] = []
@@ -59,10 +70,11 @@ class Incumbent:
 
     @property
     def duals(self) -> Duals:
-        return Duals(self.usage_prices, self.basis, self.messages)
+        return Duals(self.usage_prices, self.basis, self.messages, self.traded)
 
     def begin_with(self, duals: Duals) -> None:
-        self.usage_prices, self.basis, self.messages = *duals[:2], dict(duals.messages)
+        self.usage_prices, self.basis, messages, self.traded = duals
+        self.messages = dict(messages)
 
     @property
     def gap(self) -> float:
