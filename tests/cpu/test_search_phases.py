@@ -21,6 +21,7 @@ from autopar.holding import KEEP, RECOMPUTE
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
+from autopar.planner.memory import active_set
 from autopar.planner.search import search as searching
 from autopar.planner.search import settings
 from autopar.planner.search.phases import (
@@ -36,7 +37,7 @@ from autopar.planner.search.phases import (
 )
 from autopar.planner.search.search import JOINT
 from autopar.planner.search.settings import LEAST_S
-from autopar.planner.search.state import Search, SearchState
+from autopar.planner.search.state import Result, Search, SearchState
 from autopar.planner.search.two_stage import Open, axes_as_one, sharded_as
 from autopar.solver.clock import now, only_counted
 from autopar.tracer import ColoTracer
@@ -245,6 +246,40 @@ def test_a_choice_over_the_budget_is_repaired_with_its_own_shardings() -> None:
     phases, long = (Free(), Reruns(), Joint()), {"training_steps": math.inf, "time_limit_s": 6.0}
     found = [planned("mlp", (4,), share, phases, **long) for share in (0.75, 0.8, 0.85, 0.9)]
     assert any(plan.solution.method.endswith("repaired") for plan in found)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.75])
+def test_margins_that_leave_nothing_are_not_set_aside_everywhere(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active_set, "EQUALISE_FACTOR", 1e6)
+    found = planned("mlp", (4,), share, (Free(), Reruns(), KnownShardings()), training_steps=math.inf, time_limit_s=8.0)
+    assert found.solution.method == "known shardings"
+
+
+@dataclass(frozen=True)
+class NotingLayers(KnownShardings):
+    """Notes whether what crosses from layer to layer is kept."""
+
+    kept: list[bool] = field(default_factory=list)
+
+    def _solved(self, *args: Any, **kwargs: Any) -> tuple[SearchState, Result | None]:
+        *_, boundaries = args
+        self.kept.append(bool(boundaries))
+        return super()._solved(*args, **kwargs)
+
+
+@pytest.mark.slow
+def test_what_crosses_from_layer_to_layer_is_kept_until_nothing_fits_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Gemma 2 2B within the least budget it was recomputed as soon as nothing fitted with a margin; then all layers
+    run at once, and no plan came of it."""
+    graph, on, cluster = language_model(32, layers=6), Mesh((2, 2)), cluster_where_sharding_pays().sized(4)
+    free = planner.plan_graph(graph, on, cluster, Options(10**12), compare=False)
+    monkeypatch.setattr(settings, "MARGIN", 0.95)  # within which nothing fits
+    phase = NotingLayers()
+    monkeypatch.setitem(searching.SEARCHES, "joint", lambda _: (Free(), Reruns(), phase))
+    with only_counted():
+        found = planner.plan_graph(graph, on, cluster, Options(int(0.15 * free.memory.peak_bytes), time_limit_s=20.0))
+    assert phase.kept == [True, True, False]
+    assert found.solution.method == "known shardings"
 
 
 @dataclass(frozen=True)

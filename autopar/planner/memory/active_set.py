@@ -194,10 +194,13 @@ class ActiveSet:
         gradients = (o for o in d.graph.outputs if o.kind == "gradient" and not o.name.startswith("input:"))
         return {o.value.node: d.index[named[o.name]] for o in gradients}
 
-    def equalise(self, least: float = 0.0) -> None:
-        """Raise every margin to a little more than the largest one, and to at least ``least`` bytes."""
+    def equalise(self, least: float = 0.0) -> dict[ProgramPoint, float]:
+        """Raise every margin to a little more than the largest one, and to at least ``least`` bytes; return those that
+        were there."""
+        before = self.margins
         most = max(least, EQUALISE_FACTOR * max(self.margins.values(), default=0.0))
-        self.margins = {point: max(most, margin) for point, margin in self.margins.items()}
+        self.margins = {point: max(most, margin) for point, margin in before.items()}
+        return before
 
 
 class Held(NamedTuple):

@@ -265,13 +265,17 @@ class KnownShardings:
         objective = state.joint
         assert objective is not None
         boundaries = search.boundaries(objective)
-        margin, began = settings.MARGIN * search.budget, now()
+        margin, began, before = settings.MARGIN * search.budget, now(), state.cost
         wide = first_constraints(state, search, objective)
         wide.equalise(margin)
         state, found = self._solved(search, state, still, wide, until, boundaries)
         if found is None or found.memory.peak_bytes > search.budget:
-            tight = first_constraints(state, search, objective)
-            return state if now() > until else self._solved(search, state, still, tight, until, ())[0]
+            for kept in dict.fromkeys((boundaries, frozenset[int]())):
+                if now() > until or state.cost < before:
+                    break
+                tight = first_constraints(state, search, objective)
+                state, _ = self._solved(search, state, still, tight, until, kept)
+            return state
         mostly_used = 2 * (search.budget - found.memory.peak_bytes) < margin
         takes_long = now() - began > settings.KNOWN_AGAIN * (search.ends - now())
         if mostly_used or takes_long or state.is_done(search) or now() > until:
@@ -296,9 +300,7 @@ class KnownShardings:
             still,
             active,
             until,
-            rounds=settings.KNOWN_ROUNDS,
             gap=settings.REPAIR_GAP if self.only_free else settings.KNOWN_GAP,
-            equalize=True,
             method=self.name,
             boundaries=boundaries,
             known=known,
@@ -387,7 +389,7 @@ class Joint:
             return state
         exposed, boundaries = 0, frozenset[int]()
         seeds = (*_choices(state.best, objective), *state.near)
-        weigh = self.per_option
+        weigh, unequal = self.per_option, None
         for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
             began, until = now(), min(until, state.worth_until(search))
             if until - began <= settings.LEAST_ROUND * state.round_s or state.is_done(search):
@@ -409,7 +411,10 @@ class Joint:
                     boundaries=boundaries,
                 )
             except (InfeasibleError, SolverError):
-                break
+                if unequal is None:
+                    break
+                active.margins, unequal = unequal, None
+                continue
             state = replace(state, round_s=now() - began)
             least_s = found.solution.lower_bound
             if not any(active.margins.values()) and not active.option_margins and not boundaries:
@@ -444,8 +449,8 @@ class Joint:
             if not tighter or (state.cost < math.inf and state.cost - least_s <= gap * state.cost):
                 break
             seeds = (found.solution.choice, *_choices(state.best, objective), *state.near)
-            if not self.per_option and now() - began > FEW_ROUNDS_SHARE * (until - now()):
-                active.equalise()
+            few = not self.per_option and now() - began > FEW_ROUNDS_SHARE * (until - now())
+            unequal = active.equalise() if few else None
         return state
 
     def _repaired(
@@ -465,9 +470,7 @@ class Joint:
             still,
             active.copy(),
             until,
-            rounds=settings.REPAIR_ROUNDS,
             gap=settings.REPAIR_GAP,
-            equalize=True,
             method=f"{found.solution.method}; repaired",
         )
 

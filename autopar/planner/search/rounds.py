@@ -196,31 +196,32 @@ def solve_with_shardings(
     active: ActiveSet,
     until: float,
     *,
-    rounds: int,
     gap: float,
-    equalize: bool,
     method: str,
     boundaries: Collection[int] = (),
     known: Choice | None = None,
 ) -> Result | None:
     """The best way to keep, recompute and offload among the options that are ``still`` open, over some rounds: one that
-    fits, or the last that does not.
+    fits, or the last that does not. The largest margin is set aside at all points once it grows, for fewer rounds, but
+    where nothing is found so.
 
     Args:
         boundaries: hold variables of values that are not to be recomputed.
-        equalize: whether the largest margin is set aside at all points once it grows, for fewer rounds.
         known: a choice to begin with.
     """
     objective = state.joint
     assert objective is not None
-    enough, found = search.ending_gap(gap), None
-    for left in range(rounds, 0, -1):
+    enough, found, unequal = search.ending_gap(gap), None, None
+    for left in range(settings.KNOWN_ROUNDS, 0, -1):
         problem = constrained(search, state, objective, active, search.budget)
         problem = active.extend(without_recomputing(objective, problem, boundaries))
         # A choice that is over the budget needs another round, however near the best it may be.
         seconds = max((until - now()) * (settings.ROUND_SHARE if left > 1 else 1.0), LEAST_S)
         begin = None if known is None else active.extend_choice(known)
         choice = solve_open(problem, still, seconds, search.options.solver, enough, begin)
+        if choice is None and unequal is not None:
+            active.margins, unequal = unequal, None
+            continue
         if choice is None:
             break
         found = search.measure(objective, active.restrict(choice), method, search.budget)
@@ -229,8 +230,8 @@ def solve_with_shardings(
         own, timeline, most = found.solution.choice, found.memory.timeline, max(active.margins.values())
         if now() > until or not active.separate(own, found.program, timeline, search.budget):
             break
-        if equalize and max(active.margins.values()) > most:  # else the points that are new say what they hold
-            active.equalise()
+        more = max(active.margins.values()) > most  # else the points that are new say what they hold
+        unequal = active.equalise() if more else None
     return found
 
 
