@@ -65,7 +65,11 @@ def search_smallest_peak(
             for found in _descending(find, until, best):
                 yield (best := found)
         if best is last:
-            return
+            break
+    for find in within:  # what is smaller by less than that
+        smaller = None if best is None or now() > until else find(best, aim(best, 1.0))
+        if smaller is not None:
+            yield (best := smaller)
 
 
 def _peak(found: Result) -> int:
