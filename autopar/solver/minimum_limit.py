@@ -80,7 +80,9 @@ def _smallest(
     while peak > low * (1 + gap) and now() < deadline:
         limit = (low + peak) / 2
         try:
-            choice = solve(replace(problem, limit=limit), time_limit=deadline - now(), backend=backend).choice
+            choice = solve(
+                replace(problem, limit=limit, trusted=True), time_limit=deadline - now(), backend=backend
+            ).choice
         except InfeasibleError:
             low = limit
         except SolverError:  # in time neither a choice nor a proof that there is none
@@ -104,7 +106,7 @@ def _by_prices(
     planes = [table.of(c) for c in known]
     choices, bound = list(known), 0.0
     if not len(table.times):
-        return solve(replace(problem, usages=()), time_limit=seconds, backend=backend).choice, 0.0
+        return solve(replace(problem, usages=(), trusted=True), time_limit=seconds, backend=backend).choice, 0.0
     shares = best = np.full(len(table.times), 1 / len(table.times))
     for _ in range(MOST_PRICINGS):
         scale = max((float(p.max()) for p in planes), default=1.0) or 1.0
@@ -133,12 +135,13 @@ def _only_forbidden(problem: Problem) -> Problem:
     costs = tuple(np.where(np.isfinite(cost), 0.0, math.inf) for cost in problem.costs)
     # Edges share matrices, and so must these.
     plain = {id(edge.cost): np.where(np.isfinite(edge.cost), 0.0, math.inf) for edge in problem.edges}
-    return replace(
-        problem, costs=costs, edges=tuple(Edge(edge.u, edge.v, plain[id(edge.cost)]) for edge in problem.edges)
-    )
+    edges = tuple(Edge(edge.u, edge.v, plain[id(edge.cost)]) for edge in problem.edges)
+    return replace(problem, costs=costs, edges=edges, trusted=True)
 
 
 def sum_of_least(problem: Problem) -> float:
     """The highest usage where every node uses the least that it can at each time: none is below it."""
-    least = tuple(Usage(u.node, np.full(len(u.option), u.option.min()), u.start, u.end) for u in problem.usages)
-    return peak_usage(replace(problem, usages=least), [0] * len(problem.costs))
+    options = {id(u.option): u.option for u in problem.usages}  # several times share one
+    least = {key: np.array([option.min()]) for key, option in options.items()}
+    usages = tuple(Usage(u.node, least[id(u.option)], u.start, u.end) for u in problem.usages)
+    return peak_usage(replace(problem, usages=usages, trusted=True), [0] * len(problem.costs))

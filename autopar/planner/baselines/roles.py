@@ -164,7 +164,7 @@ class Restrictions:
 
     def _mask_key(self, v: Variable) -> object:
         if v.node is None or v.actions:
-            return id(v.options), v.kept, v.actions
+            return id(v.options), v.kept, id(v.actions)
         if v.kind == "op":
             name = v.node.name
             return id(v.options), self.batch[name], self.sequence[name], name in self._attention, self.experts.get(name)

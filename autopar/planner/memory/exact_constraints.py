@@ -213,7 +213,7 @@ class ExactMemory:
             if exact:
                 _PointNodes(self, point, time, builder).build()
         added = tuple(builder.costs), tuple(builder.edges), tuple(builder.usages)
-        return Problem(*added, problem.limit, problem.shift)
+        return Problem(*added, problem.limit, problem.shift, trusted=True)
 
     def used(self, choice: Sequence[int], point: ProgramPoint) -> float:
         """Return the bytes of a choice that the constraint at ``point`` sees."""

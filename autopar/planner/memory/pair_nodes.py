@@ -70,7 +70,7 @@ class PairNodes:
             costs.append(free.setdefault(count, np.zeros(count)))
             edges += [Edge(v, node, fits) for v, fits in zip(pair.variables, pair.fits, strict=True)]
             usages += [Usage(node, sizes, time, time + 1) for time, sizes in held]
-        return replace(problem, costs=tuple(costs), edges=tuple(edges), usages=tuple(usages))
+        return replace(problem, costs=tuple(costs), edges=tuple(edges), usages=tuple(usages), trusted=True)
 
     def extend_choice(self, choice: Sequence[int], points: Sequence[ProgramPoint]) -> tuple[int, ...]:
         """Return ``choice`` with the states of the nodes that ``extend`` adds."""
@@ -87,6 +87,6 @@ class PairNodes:
                 yield pair, held
 
 
-def fits(allowed: Sequence[Sequence[bool]]) -> Array:
+def fits(allowed: npt.ArrayLike) -> Array:
     """Return 0 where an option allows a state, and infinity elsewhere."""
-    return np.where(np.array(allowed, dtype=bool), 0.0, math.inf)
+    return np.where(np.asarray(allowed, dtype=bool), 0.0, math.inf)

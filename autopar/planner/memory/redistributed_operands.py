@@ -66,7 +66,8 @@ class _Operands:
             found = tuple(dict.fromkeys(s for s in self._specs_read(use) if s is not None))
             self.specs[read] = self.interned.setdefault(found, found)
         specs, shares = self.specs[read], self._shares(use)
-        of_specs = id(specs), use.meta, target.kind == "parameter", tuple(shares.get(s, 1.0) for s in specs)
+        there = tuple(shares.get(s, 1.0) for s in specs) if shares else ()
+        of_specs = id(specs), use.meta, target.kind == "parameter", there
         sizes = self._array(("redistributed", *of_specs), lambda: self._sizes(use, specs, shares))
         if not sizes.any():
             return None
@@ -131,18 +132,19 @@ class _Operands:
     def _fits_made(self, use: Use, specs: Sequence[ShardingSpec]) -> Array:
         """Return which states the maker's options allow. What is read takes no memory of its own if it is what was
         made, or overwrites it, as a sum over ranks may."""
-        makes_new = self._makes_new(use.source)
-
-        def in_place(made: ShardingSpec | None, read: ShardingSpec) -> bool:
-            if made is None or made == read or made.dims != read.dims or read.partial:
-                return made == read
-            return makes_new
-
         made = [spec_made(o, use.out) for o in self.d.variables[use.source].options]
-        return fits([[True, *(f for s in specs for f in (in_place(m, s), True))] for m in made])
+        as_it_is = _equal(made, specs)
+        if self._makes_new(use.source):
+            overwritten = _equal([s.dims if s else None for s in made], [s.dims for s in specs])
+            as_it_is |= overwritten & np.array([not s.partial for s in specs])
+        allowed = np.ones((len(made), 1 + 2 * len(specs)), dtype=bool)
+        allowed[:, 1::2] = as_it_is
+        return fits(allowed)
 
     def _fits_read(self, use: Use, specs: Sequence[ShardingSpec]) -> Array:
-        return fits([[r is None, *(r == s for s in specs for _ in range(2))] for r in self._specs_read(use)])
+        read = self._specs_read(use)
+        nothing = np.array([[s is None] for s in read])
+        return fits(np.concatenate([nothing, np.repeat(_equal(read, specs), 2, axis=1)], axis=1))
 
     def _live_range(self, use: Use) -> tuple[ProgramPoint, ProgramPoint] | None:
         """Return the points between which what is read is in memory together with what is made."""
@@ -174,3 +176,11 @@ class _Operands:
         if key not in self.arrays:
             self.arrays[key] = made()
         return self.arrays[key]
+
+
+def _equal(rows: Sequence[Hashable], columns: Sequence[Hashable]) -> npt.NDArray[np.bool_]:
+    """Return which of ``rows`` equals which of ``columns``, each compared once by its hash."""
+    number = {key: i for i, key in enumerate(dict.fromkeys(columns))}
+    of_rows, of_columns = (np.array([number.get(key, -1) for key in keys]) for keys in (rows, columns))
+    equal: npt.NDArray[np.bool_] = of_rows[:, None] == of_columns
+    return equal

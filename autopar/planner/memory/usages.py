@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.holding import Event, Stored
+from autopar.holding import Action, Event, Stored
 from autopar.ir import ITEMSIZE, Node, TensorMeta, Value
 from autopar.planner.footprint.contraction import CONTRACTION
 from autopar.planner.footprint.layouts import Layout, of_shard, reshaped, whole_layouts
@@ -286,7 +286,10 @@ class _OptionBytes:
             shard = of_shard(whole, meta.local_shape(read, d.mesh))
             return reshaped(shard, made.local_shape(result, d.mesh)) is not None
 
-        return np.array([not is_view(o) for o in v.options], dtype=bool)
+        def found() -> npt.NDArray[np.bool_]:
+            return np.array([not is_view(o) for o in v.options], dtype=bool)
+
+        return d.interned.memo.of("copies", (v.options,), found, whole, meta, made)
 
     def unless_view(self, node: Node) -> _Condition | None:
         """Return under which options memory of its own is held for a value that is a reshape, or a view of one."""
@@ -377,13 +380,17 @@ def _held_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRange
     d, meta = sizes.d, sizes.d.graph.meta(value)
     at, under = held_points(d, value, live), sizes.unless_view(d.graph.by_name[value.node])
     for action in dict.fromkeys(v.actions):
-        chosen = np.array([a == action for a in v.actions])
+        chosen = d.interned.memo.of("chosen", (v.actions,), partial(_is_chosen, v.actions, action), action)
         for row in action.lifetimes:
             if row.born in at and row.dies in at:
                 if row.size == "stored" and isinstance(action, Stored):  # which is no view
                     yield _Usage(sizes.made(action.form(meta), v.options, 0) * chosen, at[row.born], at[row.dies])
                 else:
                     yield _Usage(sizes.made(meta, v.options, 0) * chosen, at[row.born], at[row.dies], under)
+
+
+def _is_chosen(actions: Sequence[Action], action: Action) -> npt.NDArray[np.bool_]:
+    return np.array([a == action for a in actions])
 
 
 def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _GradientPoints]) -> Iterator[_Usage]:

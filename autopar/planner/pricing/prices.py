@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -474,8 +474,9 @@ class Prices:
         return self.memo.of("use", (use,), lambda: self._shared_edge(source, target, use))
 
     def _shared_edge(self, source: Variable, target: Variable, use: Use) -> Array:
-        key = use.out, use.position, use.meta, use.kept, target.kept, use.rerun, target.actions
-        return self.memo.of("edge", (source.options, target.options), lambda: self._edge(source, target, use), *key)
+        ends = source.options, target.options, target.actions
+        key = use.out, use.position, use.meta, use.kept, target.kept, use.rerun
+        return self.memo.of("edge", ends, lambda: self._edge(source, target, use), *key)
 
     def _edge(self, source: Variable, target: Variable, use: Use) -> Array:
         if use.kept:
@@ -552,8 +553,10 @@ def costs(d: Decisions, prices: Prices, weights: Sequence[float] | None = None) 
         if v.kind == "rerun" and v.node:
             options = d.variables[d.index[v.node.name]].options
             return np.concatenate([[0.0], prices.node_seconds(d.graph, v.node, options) * weight])
-        if v.kind == "hold":
-            return hold_seconds(d, v, prices.rates)
+        if v.kind == "hold" and v.value is not None:
+            return prices.memo.of(
+                "hold", (v.options, v.actions), partial(hold_seconds, d, v, prices.rates), d.graph.meta(v.value)
+            )
         if v.host_state_bytes:
             return state_seconds(v.host_state_bytes, prices.cluster.host) / d.accumulation_steps
         crossing = crosses.get(v.key)

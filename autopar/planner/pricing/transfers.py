@@ -17,7 +17,6 @@ import numpy.typing as npt
 from autopar.holding import Rates, Stored
 from autopar.mesh import Link
 from autopar.planner.footprint.op_work import local_bytes
-from autopar.planner.memo import Memo
 from autopar.planner.problem.variables import Decisions, Variable
 from autopar.program import Op, Program, turn_of
 from autopar.solver import Usage
@@ -85,11 +84,10 @@ def host_usages(
         if v.kind == "hold" and any(isinstance(a, Stored) and a.on_host for a in v.actions)
     ]
     found = []
-    memo = Memo()  # equal layers share their options
     for i, v in offloading:
         assert v.value is not None
         store = partial(store_seconds, d, v, rates, copied)
-        seconds = memo.of("store", (v.options,), store, v.actions, d.graph.meta(v.value))
+        seconds = d.interned.memo.of("store", (v.options, v.actions, rates), store, d.graph.meta(v.value))
         for part in range(parts):
             if made[v.value.node] >= part / FORWARD_PARTS:
                 room_s = max(hideable_s * (1 - part / FORWARD_PARTS) * HIDING_SHARE, 1e-12)

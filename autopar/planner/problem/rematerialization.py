@@ -9,11 +9,21 @@ fixed program; here the shardings are chosen with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from autopar.holding import ABSENT, KEEP, RECOMPUTE, stores
+from autopar.holding import ABSENT, KEEP, RECOMPUTE, Action, Stored, stores
 from autopar.ir import Graph, Value
-from autopar.planner.problem.variables import Decisions, Use, Variable, hold_key, rerun_key, spec_made, spec_read
+from autopar.planner.problem.variables import (
+    Decisions,
+    InternedOptions,
+    Use,
+    Variable,
+    hold_key,
+    rerun_key,
+    spec_made,
+    spec_read,
+)
 from autopar.sharding import ShardingSpec, Strategy
 
 MIN_STORED_SHARE = 1e-3
@@ -21,6 +31,10 @@ MIN_STORED_SHARE = 1e-3
 
 NOTHING = Strategy((), ())
 """The option of an op that is not run again, and of a value that the backward does without."""
+
+_Options = tuple[Strategy, ...]
+_Found = tuple[_Options, Callable[[Strategy, int], ShardingSpec | None], int]
+"""Options, and where each of them has a value."""
 
 
 def eligible(graph: Graph) -> frozenset[str]:
@@ -45,9 +59,14 @@ def add_reruns(d: Decisions, names: frozenset[str]) -> None:
     """Add a rerun variable for every eligible op."""
     for node in d.graph.nodes:
         if node.name in names:
-            options = d.variables[d.index[node.name]].options
-            actions = (ABSENT,) + (RECOMPUTE,) * len(options)
-            d.add(Variable(rerun_key(node.name), "rerun", (NOTHING, *options), "backward", node, actions=actions))
+            once = d.variables[d.index[node.name]].options
+            options, actions = d.interned.memo.of("rerun", (once,), partial(_ways_to_rerun, d.interned, once))
+            d.add(Variable(rerun_key(node.name), "rerun", options, "backward", node, actions=actions))
+
+
+def _ways_to_rerun(interned: InternedOptions, once: _Options) -> tuple[_Options, tuple[Action, ...]]:
+    """Return the options of a rerun variable and their actions."""
+    return interned.of((NOTHING, *once)), (ABSENT, *(RECOMPUTE for _ in once))
 
 
 def add_hold(d: Decisions, value: Value, source: int, out: int, readers: list[tuple[int, int]]) -> None:
@@ -58,14 +77,21 @@ def add_hold(d: Decisions, value: Value, source: int, out: int, readers: list[tu
         readers: its readers in the backward.
     """
     meta = d.graph.meta(value)
-    rerun = d.index[rerun_key(value.node)]
-    reruns = rerun_readers(d, value)
-    kept = () if value in d.inside_kernels else _kept_specs(d, source, out, readers)
-    remade = _distinct(o.outputs[value.index] for o in d.variables[rerun].options[1:])
-    stored = [way for way in stores() if meta.bytes >= d.min_stored_bytes and way.serves(meta)]
-    ways = [(action, spec) for action in (KEEP, *stored) for spec in kept] + [(RECOMPUTE, spec) for spec in remade]
-    options = (*(Strategy((spec,), (spec,)) for _, spec in ways), NOTHING)
-    actions = (*(action for action, _ in ways), ABSENT)
+    rerun, reruns = d.index[rerun_key(value.node)], rerun_readers(d, value)
+    remade = d.variables[rerun].options
+    kept: list[_Found] = []
+    if value not in d.inside_kernels:
+        kept = [(d.variables[source].options, spec_made, out)]
+        kept += [(d.variables[target].options, spec_read, position) for target, position in readers]
+    stored = tuple(way for way in stores() if meta.bytes >= d.min_stored_bytes and way.serves(meta))
+    options, actions = d.interned.memo.of(
+        "held",
+        (remade, *(options for options, _, _ in kept)),
+        lambda: _ways_to_hold(d.interned, kept, remade, value.index, stored),
+        value.index,
+        stored,
+        *(at for _, _, at in kept),
+    )
     held = d.add(Variable(hold_key(value), "hold", options, "backward", value=value, actions=actions))
     d.uses.append(Use(source, out, held, 0, meta))
     d.uses.append(Use(rerun, value.index, held, 0, meta, rerun=True))
@@ -79,11 +105,16 @@ def rerun_readers(d: Decisions, value: Value) -> list[tuple[int, int]]:
     return [(d.index[rerun_key(n.name)], i) for n, i in readers if rerun_key(n.name) in d.index]
 
 
-def _kept_specs(d: Decisions, source: int, out: int, readers: list[tuple[int, int]]) -> tuple[ShardingSpec, ...]:
-    """Return the specs worth keeping: what the forward has and what the backward reads, without partial sums."""
-    made = [spec_made(o, out) for o in d.variables[source].options]
-    wanted = [spec_read(o, p) for t, p in readers for o in d.variables[t].options]
-    return tuple(s for s in _distinct((*made, *wanted)) if not s.partial)
+def _ways_to_hold(
+    interned: InternedOptions, kept: Sequence[_Found], remade: _Options, out: int, stored: Sequence[Stored]
+) -> tuple[_Options, tuple[Action, ...]]:
+    """Return the options of a hold variable and their actions. Worth keeping are the specs of ``kept``, which the
+    forward has or the backward reads, without partial sums."""
+    worth = [s for s in _distinct(of(o, at) for options, of, at in kept for o in options) if not s.partial]
+    ways = [(action, spec) for action in (KEEP, *stored) for spec in worth]
+    ways += [(RECOMPUTE, spec) for spec in _distinct(o.outputs[out] for o in remade[1:])]
+    options = interned.of((*(Strategy((spec,), (spec,)) for _, spec in ways), NOTHING))
+    return options, (*(action for action, _ in ways), ABSENT)
 
 
 def _distinct(specs: Iterable[ShardingSpec | None]) -> tuple[ShardingSpec, ...]:

@@ -13,6 +13,7 @@ from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
 from autopar.planner.footprint.layouts import views_of
 from autopar.planner.graphs.kernel_patterns import inner_values
+from autopar.planner.memo import Memo
 from autopar.repetition import shift_of
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import MIN_COPIES
@@ -66,12 +67,16 @@ class Use(NamedTuple):
 
 class InternedOptions:
     """One object for equal options. Prices made from them are then one object too, by which repeated blocks are
-    found."""
+    found.
+
+    Attributes:
+        memo: what is made of interned options.
+    """
 
     def __init__(self) -> None:
+        self.memo = Memo()
         self._known: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
         self._at: dict[int, tuple[Strategy, ...]] = {}
-        self._of_readers: dict[object, tuple[Strategy, ...]] = {}
 
     def of(self, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         if self._at.get(id(options)) is not options:
@@ -81,12 +86,14 @@ class InternedOptions:
 
     def of_readers(self, readers: Sequence[tuple[tuple[Strategy, ...], int]], *, twice: bool) -> tuple[Strategy, ...]:
         """Return every spec in which interned options read an operand, as options; with ``twice`` each two times."""
-        key = twice, *[(id(options), position) for options, position in readers]
-        if key not in self._of_readers:
-            specs = (spec_read(o, position) for options, position in readers for o in options)
-            found = tuple(Strategy((s,), (s,)) for s in dict.fromkeys(specs) if s is not None)
-            self._of_readers[key] = self.of(found * 2 if twice else found)
-        return self._of_readers[key]
+
+        def found() -> tuple[Strategy, ...]:
+            specs = dict.fromkeys(spec_read(o, position) for options, position in readers for o in options)
+            each = tuple(Strategy((s,), (s,)) for s in specs if s is not None)
+            return self.of(each * 2 if twice else each)
+
+        at = (position for _, position in readers)
+        return self.memo.of("read", tuple(options for options, _ in readers), found, twice, *at)
 
 
 @dataclass

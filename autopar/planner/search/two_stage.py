@@ -17,7 +17,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.holding import ABSENT, KEEP, RECOMPUTE
+from autopar.holding import ABSENT, KEEP, RECOMPUTE, Action
 from autopar.planner.footprint.op_work import local_bytes
 from autopar.planner.memo import Memo
 from autopar.planner.memory.exact import MemoryProfile
@@ -128,11 +128,15 @@ def recomputed(d: Decisions, still: Open, kept: Collection[int]) -> Open:
     """What of ``still`` stays open where the hold variables ``kept`` keep their values, and all others recompute them,
     as far as that is possible and the backward needs them. What the forward gathered, the backward gathers again."""
     found = list(still)
+
+    def held_as(actions: Sequence[Action], wanted: Action) -> tuple[int, ...] | None:
+        return tuple(o for o, a in enumerate(actions) if a in (wanted, ABSENT)) if wanted in actions else None
+
     for i, v in enumerate(d.variables):
         if v.kind == "hold":
             wanted = KEEP if i in kept else RECOMPUTE
-            if wanted in v.actions:
-                found[i] = tuple(o for o, action in enumerate(v.actions) if action in (wanted, ABSENT))
+            make = partial(held_as, v.actions, wanted)
+            found[i] = d.interned.memo.of("held as", (v.actions,), make, wanted) or still[i]
         elif not all(v.kept):
             found[i] = tuple(o for o, kept_gathered in enumerate(v.kept) if not kept_gathered)
     return tuple(found)
@@ -330,7 +334,7 @@ class CheckpointSearch:
     def _asked(self, moments: Mapping[ProgramPoint, float], limit: float, problem: Problem | None = None) -> Problem:
         problem = problem or self.objective.problem((), limit)
         costs = tuple(map(_open_cost, problem.costs, self.still))
-        extended = self.exact.extend(replace(problem, costs=costs), moments)
+        extended = self.exact.extend(replace(problem, costs=costs, trusted=True), moments)
         if not (math.isfinite(limit) and math.isfinite(self.hideable_s)):
             return extended
         host = host_usages(self.decisions, self.prices.rates, self.hideable_s, len(moments), limit)

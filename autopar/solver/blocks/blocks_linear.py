@@ -71,7 +71,7 @@ def _together(parts: Parts) -> tuple[Problem, list[int]]:
         costs += [scaled[id(c)] for c in block.problem.costs]
         edges += [Edge(e.u + at, e.v + at, scaled[id(e.cost)]) for e in block.problem.edges]
         usages += [Usage(u.node + at, m * u.option, u.start, u.end) for u in block.problem.usages]
-    return Problem(tuple(costs), tuple(edges), tuple(usages), parts.whole.limit), first
+    return Problem(tuple(costs), tuple(edges), tuple(usages), parts.whole.limit, trusted=True), first
 
 
 def _kept(parts: Parts, first: list[int]) -> set[int]:

@@ -111,4 +111,4 @@ def _part_problem(graph: Graph, search: Search, part: list[int]) -> Problem:
     for time in np.flatnonzero(room < limit).tolist():
         usages.append(Usage(len(costs), np.array([limit - room[time]]), time, time + 1))
         costs.append(np.zeros(1))
-    return Problem(tuple(costs), tuple(edges), tuple(usages), limit if len(room) else np.inf, NO_SHIFT)
+    return Problem(tuple(costs), tuple(edges), tuple(usages), limit if len(room) else np.inf, NO_SHIFT, trusted=True)

@@ -129,6 +129,14 @@ class Graph:
             self._shared[full_key] = (make(), *sources)
         return self._shared[full_key][0]
 
+    def once(self, of: Callable[[Array], np.ndarray], matrix: Array) -> np.ndarray:
+        """What ``of`` makes of a matrix, made once for all the edges that share it."""
+        key = of, id(matrix)
+        known = self._shared.get(key)
+        if known is None:
+            known = self._shared[key] = of(matrix), matrix
+        return known[0]
+
     def forget_shared(self) -> None:
         """Release the matrices that only the cache still holds."""
         self._shared.clear()
@@ -150,7 +158,7 @@ class Graph:
         self._touch(node)
 
     def transposed(self, matrix: Array) -> Array:
-        return self.shared(("transposed",), (matrix,), lambda: matrix.T)
+        return self.once(np.transpose, matrix)
 
     def set_edge(self, u: int, v: int, matrix: Array) -> None:
         self.neighbours[u][v] = matrix

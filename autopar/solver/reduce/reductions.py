@@ -79,11 +79,19 @@ def drop_forbidden(graph: Graph) -> bool:
                 continue
             mask = np.isfinite(graph.costs[node])
             for matrix in graph.neighbours[node].values():
-                mask = mask & graph.shared(("support",), (matrix,), lambda m=matrix: np.isfinite(m).any(axis=1))  # type: ignore[misc]
+                supported = graph.once(_supported, matrix)
+                if len(supported):
+                    mask = mask & supported
             if not mask.all():
                 changed = True
                 graph.keep(node, mask)
     return changed
+
+
+def _supported(matrix: Array) -> np.ndarray:
+    """Which rows have a finite element; empty where all have."""
+    supported = np.asarray(np.isfinite(matrix).any(axis=1))
+    return supported[:0] if supported.all() else supported
 
 
 def absorb_separable(graph: Graph) -> bool:
@@ -95,7 +103,7 @@ def absorb_separable(graph: Graph) -> bool:
         if u not in fresh and v not in fresh:
             continue
         matrix = graph.neighbours[u][v]
-        if graph.shared(("separable",), (matrix,), lambda m=matrix: _is_separable(m)).all():  # type: ignore[misc]
+        if len(graph.once(_separable, matrix)):
             graph.add_cost(u, matrix[:, 0])
             graph.add_cost(v, matrix[0] - matrix[0, 0])
             _settle_negative(graph, v)
@@ -104,13 +112,14 @@ def absorb_separable(graph: Graph) -> bool:
     return changed
 
 
-def _is_separable(matrix: Array) -> Array:
+def _separable(matrix: Array) -> Array:
+    """The matrix itself if it costs row[a] + column[b], else none of it."""
     if not np.isfinite(matrix).all():
-        return np.zeros(1)
+        return matrix[:0]
     if 1 in matrix.shape:
-        return np.ones(1)
+        return matrix
     rest = np.abs(matrix - matrix[:, :1] - (matrix[0] - matrix[0, 0]))
-    return np.array([float(rest.max() <= ROUNDING * np.abs(matrix).max())])
+    return matrix if rest.max() <= ROUNDING * np.abs(matrix).max() else matrix[:0]
 
 
 def _settle_negative(graph: Graph, node: int) -> None:
@@ -140,7 +149,7 @@ def merge_determined(graph: Graph, work: WorkBudget = UNLIMITED) -> bool:
 
 def _determined(graph: Graph, node: int, matrix: Array) -> np.ndarray | None:
     """The option of ``node`` for each option of the neighbour, if there is one that nothing can better."""
-    only = graph.shared(("only finite",), (matrix,), lambda: _only_finite(matrix))
+    only = graph.once(_only_finite, matrix)
     if len(only):
         return only
     if len(graph.neighbours[node]) > 1 or not graph.rows[node]:

@@ -40,4 +40,4 @@ def with_usages_priced(problem: Problem, prices: UsagePrices) -> Problem:
         rate = rates[span] = rates[span] if span in rates else prices.of(*span)
         if rate:
             costs[usage.node] = costs[usage.node] + rate * usage.option
-    return Problem(tuple(costs), problem.edges, shift=problem.shift)
+    return Problem(tuple(costs), problem.edges, shift=problem.shift, trusted=True)
