@@ -89,8 +89,9 @@ def all_so(name: str, mesh: tuple[int, ...]) -> tuple[Subject, Objective, tuple[
             o for o, a in enumerate(v.actions) if a in ((SINGLE, ABSENT) if SINGLE in v.actions else (KEEP, ABSENT))
         ]
         left.append(np.array(taken if v.actions else range(len(v.options))))
-    choice = solve_sliced(objective.problem(), left, 20.0, "auto", 1e-6)
-    assert choice is not None
+    solved = solve_sliced(objective.problem(), left, 20.0, "auto", 1e-6)
+    assert solved is not None
+    choice = solved.choice
     return of, objective, tuple(choice), schedule(objective.decisions, choice, prices)
 
 

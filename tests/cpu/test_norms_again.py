@@ -49,8 +49,9 @@ def running_again(names: tuple[str, ...]) -> tuple[float, Program]:
         if v.kind == "hold" and v.value and v.value.node in names:
             options = np.array([o for o in options if v.actions[o] in (RECOMPUTE, ABSENT)])
         kept.append(options)
-    choice = solve_sliced(objective.problem(), kept, 20.0, "auto", 1e-6)
-    assert choice is not None
+    solved = solve_sliced(objective.problem(), kept, 20.0, "auto", 1e-6)
+    assert solved is not None
+    choice = solved.choice
     return objective.seconds(choice), schedule(objective.decisions, choice, objective.prices)
 
 

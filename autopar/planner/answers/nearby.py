@@ -53,7 +53,7 @@ def replan_nearby(
         solved = solve_open(problem, kept, limit_s, options.solver, options.gap)
         if solved is None:
             return None
-        choice = active_set.restrict(solved)
+        choice = active_set.restrict(solved.choice)
         program, memory = scheduled(d, choice, objective.prices, options, budget)
         if memory.peak_bytes <= budget:
             return with_candidate(

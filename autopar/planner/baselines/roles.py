@@ -445,9 +445,10 @@ def solve_restricted(
             alike = [np.flatnonzero(m) for m in tied]
             found = solve_sliced(folded.problem, alike, time_limit, backend, gap)
             if found is not None:
-                return folded.expand(found)
+                return folded.expand(found.choice)
     each = [np.flatnonzero(masks[i]) for i in range(len(problem.costs))]
-    return solve_sliced(problem, each, time_limit, backend, gap)
+    solved = solve_sliced(problem, each, time_limit, backend, gap)
+    return None if solved is None else solved.choice
 
 
 def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:

@@ -9,7 +9,7 @@ the option that causes these bytes, since other options may hold less there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from autopar.planner.memory.usages import MemoryUsages
 from autopar.planner.options import Options
 from autopar.planner.problem.variables import Decisions
 from autopar.program import AGAIN, Op, Program
-from autopar.solver import Problem, Usage
+from autopar.solver import Problem, Usage, UsagePrices
 
 Array = npt.NDArray[np.float64]
 
@@ -106,6 +106,19 @@ class ActiveSet:
     def restrict(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Return the part of an extended problem's choice that belongs to the decisions."""
         return tuple(choice[: len(self.decisions.variables)])
+
+    def prices_by_point(self, found: UsagePrices) -> Mapping[ProgramPoint | int, float]:
+        """Return prices of the limit by the points of their times; times of other limits stay what they are."""
+        points, times = list(self.margins), found.times.astype(int).tolist()
+        at = (points[time] if time < len(points) else time for time in times)
+        return dict(zip(at, found.prices.tolist(), strict=True))
+
+    def usage_prices(self, by_point: Mapping[ProgramPoint | int, float]) -> UsagePrices:
+        """Return the prices of the times at which the points of this set are constrained."""
+        times = {point: time for time, point in enumerate(self.margins)}
+        placed = ((at if isinstance(at, int) else times.get(at), price) for at, price in by_point.items())
+        known = sorted((time, price) for time, price in placed if time is not None)
+        return UsagePrices(*np.array(known, dtype=float).reshape(-1, 2).T)
 
     def add_peaks_of(self, program: Program, timeline: Sequence[int], budget: float, depth: int) -> None:
         """Constrain the points at which a program of other decisions is over ``budget``, and its peaks near the turn.

@@ -72,8 +72,9 @@ def carried(known: Known, graph: Graph, prices: Prices, options: Options) -> Pla
     forced, recompute = resolve(graph, mesh, options.constraints, options.aliases), known.planned.decisions.recomputes
     d = decide(graph, mesh, options, forced, recompute=recompute, interned=prices.interned)
     objective = Objective(d, prices)
-    choice = solve_open(objective.problem(), known.still(d), LIMIT_S, options.solver, options.gap)
-    if choice is None or not math.isfinite(objective.seconds(choice)):
+    solved = solve_open(objective.problem(), known.still(d), LIMIT_S, options.solver, options.gap)
+    choice = () if solved is None else solved.choice
+    if not choice or not math.isfinite(objective.seconds(choice)):
         return None
     program, memory = scheduled(d, choice, prices, options, budget_bytes(cluster, options))
     found = candidate_of(objective, choice, program, memory, options, "choices of the whole model")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import AutoparError
-from autopar.solver import Edge, Gap, Problem, Usage, solve, sum_of_least
+from autopar.solver import Edge, Gap, Problem, Solution, Usage, solve, sum_of_least
 
 Kept = Sequence[npt.NDArray[np.int64]]
 """The options that are left of each node."""
@@ -22,8 +23,8 @@ def solve_sliced(
     backend: str,
     gap: float | Gap,
     known: Sequence[int] | None = None,
-) -> tuple[int, ...] | None:
-    """Return the best choice among the options ``kept`` of each node; None if there is none or time runs out. It begins
+) -> Solution | None:
+    """Find the best choice among the options ``kept`` of each node; None if there is none or time runs out. It begins
     with the ``known`` one."""
     if not all(map(len, kept)):
         return None
@@ -33,12 +34,12 @@ def solve_sliced(
         return None
     begin = () if known is None else (_among(known, kept, open_nodes),)
     try:
-        found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, warm_starts=begin).choice
+        found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, warm_starts=begin)
     except AutoparError:
         return None
     choice = np.array([options[0] for options in kept], dtype=np.int64)
-    choice[open_nodes] = [kept[node][option] for node, option in zip(open_nodes, found, strict=True)]
-    return tuple(choice.tolist())
+    choice[open_nodes] = [kept[node][option] for node, option in zip(open_nodes, found.choice, strict=True)]
+    return replace(found, choice=tuple(choice.tolist()))
 
 
 def _among(choice: Sequence[int], kept: Kept, open_nodes: Sequence[int]) -> tuple[int, ...]:

@@ -122,10 +122,10 @@ class Given:
         still = self.still(objective.decisions)
         if still is None:
             return state
-        choice = solve_open(objective.problem(), still, until - began, options.solver, settings.KNOWN_GAP)
-        if choice is None or not math.isfinite(objective.seconds(choice)):
+        solved = solve_open(objective.problem(), still, until - began, options.solver, settings.KNOWN_GAP)
+        if solved is None or not math.isfinite(objective.seconds(solved.choice)):
             return state
-        found = search.measure(objective, choice, self.name, search.budget)
+        found = search.measure(objective, solved.choice, self.name, search.budget)
         hideable_s = forward_seconds(found.program)
         state = replace(state, free=found, given=True, free_s=now() - began, hideable_s=hideable_s)
         return state.with_plan(search, found)
@@ -224,8 +224,8 @@ def _together(search: Search, among: Open | None) -> float | None:
     if among is None:
         return None
     problem, left_s = search.objective.problem(), max(search.ends - now(), 0.0)
-    choice = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
-    return None if choice is None else search.objective.seconds(choice)
+    found = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
+    return None if found is None else search.objective.seconds(found.choice)
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,8 @@ class KnownShardings:
         state = replace(state, points=state.points | active.margins.keys())
         if found is None:
             return state, None
+        if state.best is None or found.cost < state.cost:
+            state = replace(state, prices=active.prices_by_point(found.solution.duals.usage_prices))
         if found.memory.peak_bytes <= search.budget:
             return state.with_plan(search, found), found
         return replace(state, near=(*state.near, found.solution.choice)), found
@@ -355,7 +357,8 @@ def layers_recomputed(search: Search, state: SearchState, until: float) -> Itera
 
 
 def _cheapest(search: Search, objective: Objective, among: Open, seconds: float) -> Choice | None:
-    return solve_open(objective.problem(), among, seconds, search.options.solver, settings.KNOWN_GAP)
+    found = solve_open(objective.problem(), among, seconds, search.options.solver, settings.KNOWN_GAP)
+    return None if found is None else found.choice
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,8 @@ def _solve(
     longer: Callable[[Choice], float] | None,
 ) -> tuple[Solution, SearchState]:
     duals, last_s = state.duals, 0.0
+    if active:
+        duals = duals._replace(usage_prices=active.usage_prices(state.prices))
     extended = asked
     # Each solve under constraints takes long, so there the weights that are best without them do at first.
     most = 1 if active is not None and reweigh is None else MAX_SOLVES
@@ -180,7 +182,8 @@ def _solve(
     bound = state.bound if asked.limit <= search.budget else -math.inf
     found = objective.minimize(asked, solve_from, reweighed, seeds, most, out_of_time, bound, used)
     proven = relative_gap(found.objective, found.lower_bound) <= search.options.gap
-    return replace(found, proven=proven, duals=NO_DUALS), replace(state, duals=duals)
+    prices = active.prices_by_point(duals.usage_prices) if active else state.prices
+    return replace(found, proven=proven, duals=NO_DUALS), replace(state, duals=duals, prices=prices)
 
 
 def _report_gap(search: Search, found: TraceEntry) -> None:
@@ -218,13 +221,14 @@ def solve_with_shardings(
         # A choice that is over the budget needs another round, however near the best it may be.
         seconds = max((until - now()) * (settings.ROUND_SHARE if left > 1 else 1.0), LEAST_S)
         begin = None if known is None else active.extend_choice(known)
-        choice = solve_open(problem, still, seconds, search.options.solver, enough, begin)
-        if choice is None and unequal is not None:
+        solution = solve_open(problem, still, seconds, search.options.solver, enough, begin)
+        if solution is None and unequal is not None:
             active.margins, unequal = unequal, None
             continue
-        if choice is None:
+        if solution is None:
             break
-        found = search.measure(objective, active.restrict(choice), method, search.budget)
+        found = search.measure(objective, active.restrict(solution.choice), method, search.budget)
+        found = replace(found, solution=replace(found.solution, duals=solution.duals))
         if found.memory.peak_bytes <= search.budget:
             break
         own, timeline, most = found.solution.choice, found.memory.timeline, max(active.margins.values())
@@ -242,7 +246,7 @@ def solve_open(
     backend: str,
     gap: float | Gap,
     known: Choice | None = None,
-) -> Choice | None:
+) -> Solution | None:
     """The best choice among options that are ``still`` open; None where there is none or time is out."""
     every = [np.arange(len(c)) for c in problem.costs]
     kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]

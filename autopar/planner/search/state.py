@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -186,7 +186,8 @@ class SearchState:
         hideable_s, hiding_parts: seconds of the forward beside which transfers of the host hide, in so many parts.
         near: choices of the joint problem that cost less than the best plan, and hold more than the budget.
         points: program points at which choices of the joint problem were found to hold more than the budget.
-        duals: those of the last solve.
+        duals: those of the last solve, but for prices of the limit.
+        prices: of a byte at each program point, in seconds, and at times of other limits, of the last solve within one.
         earlier: the best plan each time that the limit was raised.
         trace: a record for each phase.
         used_up: whether the last phase used all the work that it was given.
@@ -207,6 +208,7 @@ class SearchState:
     near: tuple[Choice, ...] = ()
     points: frozenset[ProgramPoint] = frozenset()
     duals: Duals = NO_DUALS
+    prices: Mapping[ProgramPoint | int, float] = field(default_factory=dict)
     earlier: tuple[Candidate, ...] = ()
     trace: tuple[SearchRecord, ...] = ()
     used_up: bool = False

@@ -32,6 +32,9 @@ ROUGH, RAISING_SHARE = 0.03, 0.15
 """A bound that was told by the nearest columns alone is raised until it rises by less than the one, of the gap, or the
 other of the time is over."""
 
+PRICED_SHARE = 0.4
+"""Of the time, for a bound under prices of the limit that are known from a similar problem."""
+
 
 def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: float = math.inf) -> None:
     """A bound, prices of the limit, and choices for the incumbent's problem.
@@ -43,6 +46,10 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: f
         InfeasibleError: nothing is allowed within the limit.
     """
     deadline = incumbent.seconds() + seconds
+    if incumbent.choice is not None and incumbent.usage_prices.prices.any():
+        _raise_bound(incumbent, parts, PRICED_SHARE * seconds)
+        if incumbent.settled():
+            return
     together, first = _together(parts)
     graph = Graph(together, _kept(parts, first), averaged=range(min(first), len(together.costs)))
     reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > deadline))
@@ -56,8 +63,13 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: f
     incumbent.expected = found.optimum
     search_near(incumbent, graph, found, deadline, lambda: Graph(parts.whole), _owners(parts, first))
     if incumbent.settled() and not incumbent.proven():
-        latest = incumbent.seconds() + RAISING_SHARE * (deadline - incumbent.seconds())
-        Bounds(parts, incumbent.usage_prices, incumbent.traded).raise_bound(incumbent, latest, ROUGH)
+        _raise_bound(incumbent, parts, RAISING_SHARE * (deadline - incumbent.seconds()))
+
+
+def _raise_bound(incumbent: Incumbent, parts: Parts, seconds: float) -> None:
+    """By message passing under the prices of the limit that the incumbent has."""
+    latest = incumbent.seconds() + seconds
+    Bounds(parts, incumbent.usage_prices, incumbent.traded).raise_bound(incumbent, latest, ROUGH)
 
 
 def _together(parts: Parts) -> tuple[Problem, list[int]]:
