@@ -82,7 +82,7 @@ def relax_nearest(
         known: prices of the limit at a similar optimum; zeros where there are none.
         taken: options of known choices, which are in every program: so it allows something, and ends no higher.
     """
-    whole = magnitude / np.maximum(graph.limits, 1e-300)
+    whole = magnitude / graph.room()
     first = known if known.any() else FIRST_PRICE * whole
     distance = _nearest(*(_told(graph, prices, seconds_left) for prices in (0.0 * whole, first)))
     relaxed: Relaxed | None = None
@@ -124,7 +124,7 @@ def prices_of(graph: Graph, plain: Model, found: highs.Relaxation) -> Array:
     """What a byte costs at each time of ``graph``, in seconds: duals of the last rows of the ``plain`` model."""
     end = len(plain.row_lower)
     held = -found.row_duals[end - len(graph.limits) : end]
-    return np.maximum(held, 0.0) * plain.scale * USAGE_SCALE / np.maximum(graph.limits, 1e-300)
+    return np.maximum(held, 0.0) * plain.scale * USAGE_SCALE / graph.room()
 
 
 def _told(graph: Graph, prices: Array, seconds_left: Callable[[], float]) -> dict[int, Array]:

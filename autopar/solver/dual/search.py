@@ -111,7 +111,7 @@ class Search:
             mine[:, row.start - first : row.end - first] += row.amount[:, None]
         room = self.graph.limits[first:last] - (self.used[first:last] - mine[self.choice[node]])
         excess = np.maximum(mine - room - 1e-12 * self.graph.limits[first:last], 0.0)
-        return np.asarray((excess / np.maximum(self.graph.limits[first:last], 1e-300)).sum(axis=1))
+        return np.asarray((excess / self.graph.room()[first:last]).sum(axis=1))
 
     # -- moves -----------------------------------------------------------------------------------------------------
 

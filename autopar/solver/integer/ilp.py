@@ -267,7 +267,7 @@ def _add_usages(graph: Graph, rows: _Rows, start_of: dict[int, int]) -> None:
     if not len(graph.limits):
         return
     # A limit of 0 leaves only options that use nothing; those with more are gone already.
-    weight = USAGE_SCALE / np.maximum(graph.limits, 1e-300)
+    weight = USAGE_SCALE / graph.room()
     for node in graph.nodes():
         for row in graph.rows[node]:
             used = np.flatnonzero(row.amount)

@@ -103,6 +103,10 @@ class Graph:
         options = sum(len(self.costs[node]) for node in nodes)
         return len(nodes), options, sum(self.neighbours[u][v].size for u, v in self.pairs())
 
+    def room(self) -> Array:
+        """The limits, as that of which usages are told as shares: at least a byte, so that no share overflows."""
+        return np.maximum(self.limits, 1.0)
+
     def node_and_option_counts(self) -> tuple[int, int]:
         """Remaining nodes and options."""
         nodes = self.nodes()
