@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.holding import KEEP, OFFLOAD
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options, plan_graph
+from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.pair_nodes import PairNodes
 from autopar.planner.memory.points import ProgramPoint
 from autopar.planner.memory.redistributed_operands import redistributed_operands
@@ -30,7 +32,7 @@ from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import decide
 from autopar.program import LocalTensor, Op
 from autopar.sharding import ShardingSpec
-from autopar.solver import evaluate, peak_usage
+from autopar.solver import UsagePrices, evaluate, peak_usage
 from tests.infeasible import smallest_budget
 from tests.random_plans import random_solution
 
@@ -171,3 +173,20 @@ def test_the_budget_that_an_error_names_is_enough() -> None:
     budget = smallest_budget(raised.value)
     plan = plan_graph(graph, MESH, CLUSTER, Options(memory_budget_bytes=budget, time_limit_s=10.0), compare=False)
     assert plan.memory.peak_bytes <= budget
+
+
+def test_prices_of_memory_follow_their_program_points() -> None:
+    """Another search adds the same points in another order, or lacks some; times of other limits stay what they are."""
+    _, options, d, _ = parts()
+    one, other, neither = (ActiveSet(d, options) for _ in range(3))
+    first, second = ProgramPoint(1), ProgramPoint(2)
+    for active, order in ((one, (first, second)), (other, (second, first))):
+        for point in order:
+            active.add_points([point])
+    prices = one.prices_by_point(UsagePrices(np.array([2.0, 3.0, 10_000.0]), np.array([0.2, 0.3, 0.5])))
+    assert prices == {first: 0.2, second: 0.3, 10_000: 0.5}
+    asked = np.array([0, 2, 3, 10_000])
+    assert one.usage_prices(prices).at(asked).tolist() == [0.0, 0.2, 0.3, 0.5]
+    assert other.usage_prices(prices).at(asked).tolist() == [0.0, 0.3, 0.2, 0.5]
+    assert neither.usage_prices(prices).at(asked).tolist() == [0.0, 0.0, 0.0, 0.5]
+    assert not neither.usage_prices({}).total()

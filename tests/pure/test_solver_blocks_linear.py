@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import evaluate
+from autopar.solver.blocks import blocks_linear
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import fold
 from autopar.solver.dual import linear, nearest
 from autopar.solver.integer import highs
 from autopar.solver.integer.basis import carried
 from autopar.solver.integer.ilp import build
-from autopar.solver.problem import Basis, Problem, Usage
+from autopar.solver.problem import Basis, Duals, Problem, Usage, UsagePrices
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from tests.brute_force import brute_force
@@ -73,6 +74,41 @@ def test_the_bound_lies_below_the_optimum_and_choices_keep_to_the_limit(seed: in
     if found.choice is not None:
         assert evaluate(problem, found.choice) == (pytest.approx(found.objective), True)
         assert found.objective >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("limit", [25.0, 55.0, 100.0])
+def test_known_prices_of_the_limit_prove_a_choice_without_the_linear_program(
+    limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it is too large to end in time; without prices of the limit no choice is known to cost anything."""
+    problem = knapsack(12, limit)
+    solved = relaxed(problem)
+    monkeypatch.setattr(blocks_linear, "solve_relaxed", lambda *_: None)
+    for prices, bound in ((solved.usage_prices, solved.lower_bound), (UsagePrices(), 0.0)):
+        incumbent, tied = Incumbent(problem, 60.0, 1e-9, None), fold(problem)
+        assert tied is not None and solved.choice is not None
+        incumbent.begin_with(Duals(prices))
+        incumbent.offer(solved.choice, "known")
+        relax_blocks(incumbent, tied.parts, 60.0)
+        assert incumbent.bound() == pytest.approx(bound, abs=1e-6)
+
+
+@given(seed=st.integers(0, 2**32 - 1), price=st.floats(0.0, 3.0))
+@settings(max_examples=20, deadline=None)
+def test_no_prices_of_the_limit_bound_a_choice_too_high(seed: int, price: float) -> None:
+    random = np.random.default_rng(seed)
+    problem = chain(random, 7, width=1, options=3, limit=float(random.integers(5, 25)))
+    try:
+        best = brute_force(problem)
+    except InfeasibleError:
+        return
+    incumbent, tied = Incumbent(problem, 60.0, 1e-9, None), fold(problem)
+    assert tied is not None
+    times = np.unique([usage.start for usage in problem.usages]).astype(float)
+    incumbent.begin_with(Duals(UsagePrices(times, price * random.random(len(times)))))
+    incumbent.offer(best.choice, "known")
+    relax_blocks(incumbent, tied.parts, 60.0)
+    assert incumbent.lower_bound <= best.objective * (1 + 1e-7) + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(8))
