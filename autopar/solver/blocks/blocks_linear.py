@@ -33,7 +33,8 @@ ROUGH, RAISING_SHARE = 0.03, 0.15
 other of the time is over."""
 
 PRICED_SHARE = 0.4
-"""Of the time, for a bound under prices of the limit that are known from a similar problem."""
+"""Of the time, for a bound under prices of the limit that are known from a similar problem. Gemma 2 27B, whose linear
+program is too large for what is left, has a gap of 1.2 % so, and one of 18 % with the bound without a budget."""
 
 
 def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: float = math.inf) -> None:
