@@ -94,7 +94,7 @@ def test_known_prices_of_the_limit_prove_a_choice_without_the_linear_program(
 
 
 @given(seed=st.integers(0, 2**32 - 1), price=st.floats(0.0, 3.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_no_prices_of_the_limit_bound_a_choice_too_high(seed: int, price: float) -> None:
     random = np.random.default_rng(seed)
     problem = chain(random, 7, width=1, options=3, limit=float(random.integers(5, 25)))
