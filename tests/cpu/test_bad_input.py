@@ -90,7 +90,7 @@ SLOW = [pytest.mark.slow]
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        pytest.param(model, mesh, marks=[] if (name, mesh) in (("mlp", (2,)), ("tied", (1,))) else SLOW, id=name)
+        pytest.param(model, mesh, marks=[] if (name, mesh) in (("tied", (1,)),) else SLOW, id=name)
         for name, model in (("mlp", mlp()), ("net", Net()), ("tied", Net(tied=True)))
         for mesh in ((1,), (2,), (4,), (2, 2))
     ],

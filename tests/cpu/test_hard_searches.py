@@ -77,7 +77,8 @@ def free_peak(name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "time_limit"), [("deit", 4.0), pytest.param("segformer", 8.0, marks=pytest.mark.slow)]
+    ("name", "time_limit"),
+    [pytest.param("deit", 4.0, marks=pytest.mark.slow), pytest.param("segformer", 8.0, marks=pytest.mark.slow)],
 )
 def test_a_budget_that_an_error_names_is_met(name: str, time_limit: float) -> None:
     """What phases on the way hold that had another budget, this search may not find again."""

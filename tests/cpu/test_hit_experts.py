@@ -27,6 +27,8 @@ KINDS = (
     "numbers",
     "twice the same",
 )
+ALIKE = ("one class more", "under no_grad", "first only", "numbers", "twice the same")
+"""Those that differ from another in a line or two."""
 
 
 class Hit(nn.Module):
@@ -106,7 +108,7 @@ def zeros_for_none(of: Reference, model: nn.Module) -> Reference:
     return Reference(of.outputs, grads, of.buffers)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in ALIKE)) for k in KINDS])
 def test_a_loop_over_experts_that_were_hit_equals_one_device_whichever_they_are(kind: str) -> None:
     torch.manual_seed(0)
     model = Hit(kind).double()

@@ -98,7 +98,9 @@ def compiled(name, rows, index, **own):
     return codegen.compiled(lambda rank, inputs: (INDEXED[name](*inputs, own),))(None, [rows, index])[0]
 
 
-@pytest.mark.parametrize("wrong", [-1, 5, 999])
+@pytest.mark.parametrize(
+    "wrong", [pytest.param(-1, marks=pytest.mark.slow), 5, pytest.param(999, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_index_that_is_nobodys_is_an_error_when_compiled_too(name, wrong) -> None:
     """One of another rank's rows is none; nor is a label that does not count."""
@@ -341,6 +343,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("planned_for", ["eager", "inductor"])
+@pytest.mark.slow
 def test_inductor_calls_the_kernels_that_a_plan_asks_for(planned_for) -> None:
     """Of a plan for Inductor those between whose ops a collective may stand."""
     model, inputs = Block(), {"x": torch.randn(8, 16), "target": torch.randint(0, 24, (8,))}

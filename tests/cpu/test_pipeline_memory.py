@@ -67,6 +67,7 @@ def test_no_rank_holds_more_than_its_budget(name, micro_batches) -> None:
     assert held <= made.peak_memory <= min(budget, 1.03 * held)
 
 
+@pytest.mark.slow
 def test_zero_bubbles_give_way_to_a_budget() -> None:
     """Where a rank cannot hold what it would put off, it puts off less, or runs backwards whole: as 1F1B does."""
     budget = int(0.8 * plan("zb", 4).peak_memory)

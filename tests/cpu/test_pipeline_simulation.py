@@ -49,6 +49,7 @@ def test_a_tied_model_beside_data_parallelism() -> None:
     _check(model, batch, run)
 
 
+@pytest.mark.slow
 def test_last_backwards_that_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SPLIT_GAIN", -math.inf)
     monkeypatch.setattr(drawing, "SCHEDULES", {"1f1b": SCHEDULES["1f1b"]})

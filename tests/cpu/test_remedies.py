@@ -150,6 +150,7 @@ def test_what_an_error_names_fits(share, mesh, kinds) -> None:
     assert fitting(model, inputs, budget, error.hint, mesh=mesh) >= kinds
 
 
+@pytest.mark.slow
 def test_changes_are_made_together_where_none_alone_fits() -> None:
     model, inputs = Layered(256), rows(256)
     smallest = smallest_budget(refused(model, inputs, 10))

@@ -226,7 +226,7 @@ def _cut_logits(rows: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("rows", [8, pytest.param(12, id="unevenly")])
+@pytest.mark.parametrize("rows", [8, pytest.param(12, id="unevenly", marks=pytest.mark.slow)])
 def test_logits_whose_rows_are_cut_come_in_the_order_of_the_batch(four: RankPool, rows: int) -> None:
     made = four.run(_cut_logits, rows)
     _check(made)

@@ -79,7 +79,7 @@ def check_against_every_way(graph, data):
 SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}
 
 
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=40, **SETTINGS)
 @given(steps(6), st.data())
 def test_small_graphs_are_planned_as_well_as_by_brute_force(graph, data):
     check_against_every_way(graph, data)

@@ -53,7 +53,7 @@ def test_what_no_block_can_keep_is_infeasible() -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_bound_lies_below_the_optimum_and_the_choice_within_the_limit(seed: int) -> None:
     random = np.random.default_rng(seed)
     problem = chain(random, 7, width=1, options=3, limit=float(random.integers(5, 25)))
