@@ -28,6 +28,7 @@ from autopar.tracer.export import Exported, export, refuse_changed_arguments, ru
 from autopar.tracer.fakes import fake_copy, fake_like
 from autopar.tracer.hooks import without_lost_hooks
 from autopar.tracer.joint import Joint, joint_of, loss_of
+from autopar.tracer.own_gradients import separate_gradients
 from autopar.tracer.packed import packed_by_mask
 from autopar.tracer.random_ops import refuse_random
 from autopar.tracer.reads import recording
@@ -152,6 +153,7 @@ class ColoTracer:
         refuse_random(joint.graph_module.graph)
         refuse_changed_arguments(joint.graph_module.graph)
         clean(joint.graph_module)
+        separate_gradients(joint.graph_module, joint.outputs)
         trainable = {n for n, p in copied.named_parameters() if p.requires_grad}
         names = exported.names
         graph_module, ins, outs = _meanings(joint.graph_module, joint.inputs, joint.outputs, call, names, trainable)

@@ -51,10 +51,37 @@ Array = npt.NDArray[np.float64]
 
 
 class _Condition(NamedTuple):
-    """Another variable, and which of its options let something be held."""
+    """Another variable, and which of its options let something be held.
+
+    Args:
+        classes: of the options of that variable and of the one that holds; it holds something if they are equal. Under
+            options of class -1 nothing is held.
+    """
 
     variable: int
-    holds: npt.NDArray[np.bool_]
+    classes: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+    @classmethod
+    def where(cls, variable: int, holds: npt.NDArray[np.bool_], options: int) -> _Condition:
+        """The condition under which all ``options`` of what holds something do so."""
+        return cls(variable, (np.where(holds, 0, -1), np.zeros(options, dtype=np.int64)))
+
+    def holds(self, option: int, held: int) -> bool:
+        """Whether something is held under an option of the other variable and one of the variable that holds it."""
+        other, own = self.classes
+        return bool(other[option] >= 0 and other[option] == own[held])
+
+    def states(self, sizes: Array) -> tuple[Array, Array, Array]:
+        """Return which states the options allow of the variable that holds something and of the other, and the bytes of
+        each state: nothing is held; under each class nothing, since that is not the holder's; then each size."""
+        other, own = self.classes
+        classes = np.unique(other[other >= 0])
+        absent = [c for c in classes if (own != c).any()]
+        held = [(c, size) for c in classes for size in np.unique(sizes[own == c])]
+        owner = [np.ones(len(own), bool), *(own != c for c in absent), *((own == c) & (sizes == z) for c, z in held)]
+        reader = [other < 0, *(other == c for c in absent), *(other == c for c, _ in held)]
+        nothing = np.zeros(1 + len(absent))
+        return fits(np.stack(owner, 1)), fits(np.stack(reader, 1)), np.array([*nothing, *(z for _, z in held)])
 
 
 class _Usage(NamedTuple):
@@ -120,20 +147,22 @@ class MemoryUsages:
     def pair_nodes(self) -> tuple[PairNode, ...]:
         """What options hold only under options of another variable. The states of each node are: nothing is held; then
         the sizes."""
-        others, kept, known = self.options.in_flight - 1, self._kept, dict[object, Array]()
+        others, kept, known = self.options.in_flight - 1, self._kept, dict[object, tuple[Array, Array, Array]]()
+        arrays: dict[object, Array] = {}
 
         def shared(array: Array) -> Array:
-            return known.setdefault((array.shape, array.tobytes()), array)
+            return arrays.setdefault((array.shape, array.tobytes()), array)
 
         found = []
         for at, (i, row) in enumerate(self.rows):
             if row.under is not None:
-                sizes = np.unique(row.sizes)
-                fitting = fits([[True, *(size == sizes)] for size in row.sizes])
-                holding = fits([[not holds, *(holds for _ in sizes)] for holds in row.under.holds.tolist()])
-                held = shared(np.array([0.0, *sizes]))
+                key = tuple(array.tobytes() for array in (*row.under.classes, row.sizes))
+                if key not in known:
+                    fitting, holding, held = map(shared, row.under.states(row.sizes))
+                    known[key] = fitting, holding, held
+                fitting, holding, held = known[key]
                 throughout = shared(others * held) if others and kept[at] else None
-                pair = (i, row.under.variable), (shared(fitting), shared(holding))
+                pair = (i, row.under.variable), (fitting, holding)
                 found.append(PairNode(*pair, row.first, row.last, held, throughout=throughout))
         return tuple(found)
 
@@ -141,8 +170,8 @@ class MemoryUsages:
         """Return the most bytes that a choice holds at one point, as far as its options say: no more than its program
         holds."""
         held = np.array([row.sizes[choice[i]] for i, row in self.rows])
-        for at, (_, row) in enumerate(self.rows):
-            if row.under is not None and not row.under.holds[choice[row.under.variable]]:
+        for at, (i, row) in enumerate(self.rows):
+            if row.under is not None and not row.under.holds(choice[row.under.variable], choice[i]):
                 held[at] = 0.0
         for rows, copy in self._copies:
             if self._is_passed_over(copy, choice):
@@ -275,7 +304,7 @@ class _OptionBytes:
         d, v = self.d, self.d.variables[self.d.index[node.name]]
         value, made = node.inputs[0], node.outputs[0]
         assert made is not None
-        if node.name in d.views or self.unless_view(d.graph.by_name[value.node]) is not None:
+        if node.name in d.views or self.unless_view(d.graph.by_name[value.node], 0) is not None:
             return np.zeros(len(v.options), dtype=bool)
         whole, meta = self.whole_layouts[value], d.graph.meta(value)
 
@@ -291,13 +320,31 @@ class _OptionBytes:
 
         return d.interned.memo.of("copies", (v.options,), found, whole, meta, made)
 
-    def unless_view(self, node: Node) -> _Condition | None:
-        """Return under which options memory of its own is held for a value that is a reshape, or a view of one."""
+    def unless_view(self, node: Node, options: int) -> _Condition | None:
+        """Return under which options memory of its own is held for a value that is a reshape, or a view of one.
+
+        Args:
+            options: how many the variable has that holds it.
+        """
         while node.name in self.d.views:
             node = self.d.graph.by_name[node.inputs[0].node]
         if not may_be_view(self.d, node) or (copies := self.copies(node)).all():
             return None
-        return _Condition(self.d.index[node.name], copies)
+        return _Condition.where(self.d.index[node.name], copies, options)
+
+    def as_it_is(self, v: Variable, held: Array, use: Use) -> _Condition:
+        """Return under which options a reader takes a copy in the spec in which it is held."""
+        options, reader, kept = v.options, self.d.variables[use.target].options, held.tobytes()
+
+        def found() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+            made = [spec_made(o, 0) if size else None for o, size in zip(options, held, strict=True)]
+            number = {s: i for i, s in enumerate(dict.fromkeys(s for s in made if s is not None))}
+            read = (spec_read(o, use.position) for o in reader)
+            other, own = ([number.get(s, -1) if s is not None else -1 for s in specs] for specs in (read, made))
+            return np.array(other, dtype=np.int64), np.array(own, dtype=np.int64)
+
+        classes = self.d.interned.memo.of("as it is", (options, reader), found, use.position, kept)
+        return _Condition(use.target, classes)
 
     @cached_property
     def whole_layouts(self) -> Mapping[Value, Layout]:
@@ -378,7 +425,7 @@ def _certainly_read(d: Decisions, value: Value, live: LiveRanges) -> ProgramPoin
 def _held_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
     """Yield what a value takes that is held for the backward, by the lifetimes of each action."""
     d, meta = sizes.d, sizes.d.graph.meta(value)
-    at, under = held_points(d, value, live), sizes.unless_view(d.graph.by_name[value.node])
+    at, under = held_points(d, value, live), sizes.unless_view(d.graph.by_name[value.node], len(v.options))
     for action in dict.fromkeys(v.actions):
         chosen = d.interned.memo.of("chosen", (v.actions,), partial(_is_chosen, v.actions, action), action)
         for row in action.lifetimes:
@@ -400,12 +447,13 @@ def _parameter_usages(sizes: _OptionBytes, v: Variable, made: Mapping[str, _Grad
     parameters, optimizer, gradients, step = sizes.state(meta, v.options, meaning.trainable)
     on_host = np.array(v.host_state_bytes or (0,) * len(v.options), dtype=np.float64)
     yield _Usage(parameters + optimizer - on_host, ProgramPoint(0), over)
-    unreduced = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
-    first, reduced = made.get(meaning.name, (over, over.node))
-    yield _Usage(np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), first, before(reduced))
-    yield _Usage(unreduced, ProgramPoint(reduced), over.preparing)
-    yield _Usage(gradients, over, over)
     yield _Usage(step * (on_host == 0), over, over)
+    if meaning.name in made:
+        first, reduced = made[meaning.name]
+        unreduced = gradients * (ITEMSIZE[d.reduced_dtype.get(meaning.name, meta.dtype)] / meta.itemsize)
+        yield _Usage(np.minimum(unreduced, unreduced.max(initial=0.0) / d.mesh.size), first, before(reduced))
+        yield _Usage(unreduced, ProgramPoint(reduced), over.preparing)
+        yield _Usage(gradients, over, over)
 
 
 def _copy_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRanges) -> Iterator[_Usage]:
@@ -417,13 +465,38 @@ def _copy_usages(sizes: _OptionBytes, v: Variable, value: Value, live: LiveRange
         product = parts.first_of_copy(d.index[v.key])
         gathered = sizes.of_specs(parts.shares(product), v.options, -1) < 1
         at = ProgramPoint(d.graph.order[product.node.name]) if product is not None else found.first
-        yield _Usage(found.share * size * ~kept * ~gathered, found.first, found.last)
-        yield _Usage(found.share * size * ~kept * gathered, max(found.first, at), found.last)
+        for row in (
+            _Usage(found.share * size * ~kept * ~gathered, found.first, found.last),
+            _Usage(found.share * size * ~kept * gathered, max(found.first, at), found.last),
+        ):
+            yield from _until_read(sizes, v, row)
     # Until then the forward's own copy counts. A copy of a view in the view's spec may be the view.
     if kept.any() and value in live.backward and not may_be_view(d, d.graph.by_name[value.node]):
         last = live.backward[value][1]
         gone = last.preparing if value in live.released_by["backward"] else last
         yield _Usage(size * kept, after(live.forward.get(value, -1)), gone)
+
+
+def _until_read(sizes: _OptionBytes, v: Variable, row: _Usage) -> Iterator[_Usage]:
+    """Yield what a copy holds, in two parts if it has several readers: until the first of them, and until the last if
+    that reads it as it is. What that takes in another spec an earlier reader may have taken too, and the copy be gone.
+    """
+    d, index = sizes.d, sizes.d.index
+    readers = d.readers.get(index[v.key], ())
+    at = {
+        u: d.graph.order[t.node.name]
+        for u in readers
+        if not u.rerun and (t := d.variables[u.target]).kind == "op" and t.node
+    }
+    if not at or len({u.target for u in readers}) < 2:
+        yield row
+        return
+    if len(at) == len(readers):
+        certain = before(min(at.values()))
+        yield row._replace(last=min(row.last, certain))
+        row = row._replace(first=max(row.first, certain.next))
+    use = max(at, key=at.__getitem__)
+    yield row._replace(under=sizes.as_it_is(v, row.sizes, use))
 
 
 def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -> Iterator[_Usage]:
@@ -461,12 +534,15 @@ def _until_gathered(sizes: _OptionBytes, value: Value, row: _Usage, live: LiveRa
     d, first = sizes.d, live.reads["forward"][0].get(value)
     copy = d.index.get(copy_key(value, "backward"))
     kept = d.variables[copy].kept if copy is not None else ()
-    if copy is None or first is None or not any(kept) or row.last <= before_operands(first):
+    if copy is None or first is None or not any(kept):
         yield row
-    else:
-        gathered = before_operands(first)
-        yield row._replace(last=gathered)
-        yield row._replace(first=max(row.first, gathered.next), under=_Condition(copy, ~np.array(kept)))
+        return
+    gathered = before_operands(first)
+    if value in d.returned:  # a result is made at once, from what the forward gathers
+        gathered = min(gathered, replaced(live.at[value.node], value.index))
+    yield row._replace(last=min(row.last, gathered))
+    under = _Condition.where(copy, ~np.array(kept), len(row.sizes))
+    yield row._replace(first=max(row.first, gathered.next), under=under)
 
 
 class _GradientPoints(NamedTuple):
