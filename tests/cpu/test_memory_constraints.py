@@ -23,10 +23,12 @@ from autopar.planner.memory.points import ProgramPoint
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
-from autopar.planner.problem.decide import Decisions, decide, hold_key, rerun_key, spec_made
+from autopar.planner.problem.decide import Decisions, decide, hold_key, rerun_key, spec_made, spec_read
 from autopar.planner.schedule.schedule import schedule
 from autopar.solver import Problem, solve
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
+from tests.zoo import ZOO as ARCHITECTURES
+from tests.zoo.measure import captured
 
 CASES = [
     *(("mlp", share, shape, False) for share in (0.6, 0.85) for shape in ((4,), (2, 2))),
@@ -79,7 +81,21 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
                 plain[at] = d.variables[at].actions.index(ABSENT)
         if held and not any(d.variables[at].actions[plain[at]].remakes for at in held):
             plain[d.index[rerun_key(node.name)]] = 0
+    _keep_nothing_for_nobody(d, plain)
     return plain
+
+
+def _keep_nothing_for_nobody(d: Decisions, choice: list[int]) -> None:
+    """Take what the forward gathered and nobody reads again as it is stored."""
+    for h in d.uses:
+        copy = d.variables[h.target]
+        if h.kept or not copy.kept or not copy.kept[choice[h.target]]:
+            continue
+        reads = (spec_read(d.variables[u.target].options[choice[u.target]], u.position) for u in d.readers[h.target])
+        if all(spec is None for spec in reads):
+            made = spec_made(d.variables[h.source].options[choice[h.source]], h.out)
+            ways = zip(copy.options, copy.kept, strict=True)
+            choice[h.target] = next(i for i, (o, kept) in enumerate(ways) if not kept and spec_made(o, 0) == made)
 
 
 def _make_views_again(d: Decisions, choice: list[int], view: Value) -> None:
@@ -138,6 +154,26 @@ def test_constraints_never_count_more_than_the_program_holds(
         plan = planner.plan_graph(graph, mesh, cluster, options, compare=False)
     except InfeasibleError:
         pytest.skip("nothing fits")
+    prices = Prices(mesh, cluster, options.backend, options.decomposed)
+    assert highest_over(plan.decisions, plan.solution.choice, prices, options) <= ROUNDING
+
+
+SHARED = ("ast", "bloom", "dinov2", "fnet")
+"""Models where readers share a redistribution, results are redistributed early, or a parameter has no gradient."""
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in SHARED)) for n in ARCHITECTURES])
+def test_no_architecture_holds_less_than_the_constraints_count(name: str, share: float) -> None:
+    graph, mesh = captured(ARCHITECTURES[name]).capture.graph, Mesh((2, 2))
+    cluster, options = cluster_where_sharding_pays().sized(4), Options(gap=0.01, time_limit_s=20.0)
+    plan = planner.plan_graph(graph, mesh, cluster, options, compare=False)
+    if share < 1:
+        options = replace(options, memory_budget_bytes=int(share * plan.memory.peak_bytes))
+        try:
+            plan = planner.plan_graph(graph, mesh, cluster, options, compare=False)
+        except InfeasibleError:
+            pytest.skip("nothing fits")
     prices = Prices(mesh, cluster, options.backend, options.decomposed)
     assert highest_over(plan.decisions, plan.solution.choice, prices, options) <= ROUNDING
 

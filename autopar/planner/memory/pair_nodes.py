@@ -1,8 +1,8 @@
-"""Nodes of the problem for bytes that depend on the options of two variables.
+"""Nodes of the problem for bytes that depend on the options of two variables, or of three.
 
 What one variable decides may be held only under certain options of another: an operand takes memory of its own if it is
 read in another spec than it is made in, and a result does until it is gathered if the backward keeps what was gathered.
-A node whose states fit the options of both says which is the case, and holds the bytes.
+A node whose states fit the options of all of them says which is the case, and holds the bytes.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class PairNode:
-    """The bytes of a pair of variables.
+    """The bytes of a pair of variables, or of three.
 
     Args:
-        variables: the two.
-        fits: for each of them, 0 where an option (row) allows a state (column), and infinity elsewhere. Each pair of
-            options that is allowed has a state; the first one that both allow says what is held.
+        fits: for each of ``variables``, 0 where an option (row) allows a state (column), else infinity. Options
+            that are allowed together have a state; the first that all allow says what is held.
         first, last: the points between which the bytes are held.
         sizes: bytes by state.
         running: bytes by state while the node of the last point runs, if other ones.
         throughout: bytes by state at every point of the step.
     """
 
-    variables: tuple[int, int]
-    fits: tuple[Array, Array]
+    variables: tuple[int, ...]
+    fits: tuple[Array, ...]
     first: ProgramPoint
     last: ProgramPoint
     sizes: Array
@@ -51,8 +50,8 @@ class PairNode:
 
     def state(self, choice: Sequence[int]) -> int:
         """Return the state of a choice of all variables."""
-        (u, v), (left, right) = self.variables, self.fits
-        return int(np.argmin(left[choice[u]] + right[choice[v]]))
+        allowed = zip(self.variables, self.fits, strict=True)
+        return int(np.argmin(sum(fits[choice[v]] for v, fits in allowed)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ redistributed into new memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +76,7 @@ class _Operands:
             last = ProgramPoint(last.node)
             running = self._array(("as it is", *of_specs), lambda: self._rests(use, specs, shares))
         made = "made", id(source.options), use.out, id(specs), self._makes_new(use.source)
-        return PairNode(
+        node = PairNode(
             (use.source, use.target),
             (
                 self._array(made, lambda: self._fits_made(use, specs)),
@@ -86,6 +86,49 @@ class _Operands:
             last,
             sizes,
             running,
+        )
+        return node if target.kind != "copy" or first == last else self._until_read(node, use, specs, of_specs)
+
+    def _until_read(self, node: PairNode, use: Use, specs: Sequence[ShardingSpec], of_specs: Hashable) -> PairNode:
+        """Return the node of a copy beside its original with what it holds until the last reader, if that takes it as
+        it is. What that takes in another spec an earlier reader may have taken too, and the copy be gone.
+
+        The states of each node are: nothing is read; then, for every spec in which the reader takes it, that of a copy
+        in that spec, of another copy, and of a copy that is the original.
+        """
+        last = self.d.last_reader(use.target)
+        if last is None:
+            return node
+        copy, reader = self.d.variables[use.target], self.d.variables[last.target].options
+
+        def made() -> Array:
+            there = np.repeat(node.fits[0][:, 1::2] == 0, 3, axis=1)
+            there[:, ::3], there[:, 1::3] = ~there[:, ::3], True
+            return fits(np.concatenate([np.ones((len(there), 1), bool), there], axis=1))
+
+        def copied() -> Array:
+            same = np.repeat(_equal(self._specs_read(use), specs), 3, axis=1)
+            same[:, 1::3], same[:, 2::3] = ~same[:, 1::3], True
+            return fits(np.concatenate([np.ones((len(same), 1), bool), same], axis=1))
+
+        def read() -> Array:
+            same = _equal([spec_read(o, last.position) for o in reader], specs)
+            return fits(np.concatenate([~same.any(axis=1, keepdims=True), np.repeat(same, 3, axis=1)], axis=1))
+
+        def sizes() -> Array:
+            found = np.zeros(1 + 3 * len(specs))
+            found[1::3] = node.sizes[2::2]
+            return found
+
+        return replace(
+            node,
+            variables=(*node.variables, last.target),
+            fits=(
+                self._array(("made, until read", id(node.fits[0])), made),
+                self._array(("copied, until read", id(copy.options), copy.kept, id(specs)), copied),
+                self._array(("until read", id(reader), last.position, id(specs)), read),
+            ),
+            sizes=self._array(("sizes, until read", of_specs), sizes),
         )
 
     def _sizes(self, use: Use, specs: Sequence[ShardingSpec], shares: Mapping[ShardingSpec, float]) -> Array:

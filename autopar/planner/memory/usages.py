@@ -481,22 +481,19 @@ def _until_read(sizes: _OptionBytes, v: Variable, row: _Usage) -> Iterator[_Usag
     """Yield what a copy holds, in two parts if it has several readers: until the first of them, and until the last if
     that reads it as it is. What that takes in another spec an earlier reader may have taken too, and the copy be gone.
     """
-    d, index = sizes.d, sizes.d.index
-    readers = d.readers.get(index[v.key], ())
-    at = {
-        u: d.graph.order[t.node.name]
-        for u in readers
-        if not u.rerun and (t := d.variables[u.target]).kind == "op" and t.node
-    }
-    if not at or len({u.target for u in readers}) < 2:
+    d = sizes.d
+    copy = d.index[v.key]
+    last = d.last_reader(copy)
+    if last is None:
         yield row
         return
-    if len(at) == len(readers):
-        certain = before(min(at.values()))
+    readers = [d.variables[use.target] for use in d.readers[copy]]
+    nodes = [r.node for r in readers if r.kind == "op" and r.node is not None]
+    if len(nodes) == len(readers):  # else what is held or returned in another spec is made before the first of them
+        certain = before(min(d.graph.order[node.name] for node in nodes))
         yield row._replace(last=min(row.last, certain))
         row = row._replace(first=max(row.first, certain.next))
-    use = max(at, key=at.__getitem__)
-    yield row._replace(under=sizes.as_it_is(v, row.sizes, use))
+    yield row._replace(under=sizes.as_it_is(v, row.sizes, last))
 
 
 def _op_usages(sizes: _OptionBytes, v: Variable, node: Node, live: LiveRanges) -> Iterator[_Usage]:

@@ -168,6 +168,14 @@ class Decisions:
             found.setdefault(use.source, []).append(use)
         return found
 
+    def last_reader(self, copy: int) -> Use | None:
+        """Return the use by the last op that reads a copy; None if it is the only reader."""
+        readers = self.readers.get(copy, ())
+        if len({use.target for use in readers}) < 2:
+            return None
+        of_ops = [(t.node.name, u) for u in readers if (t := self.variables[u.target]).kind == "op" and t.node]
+        return max(of_ops, key=lambda found: self.graph.order[found[0]], default=("", None))[1]
+
     @cached_property
     def shift(self) -> Mapping[int, int]:
         """The variables of equal layers that may be worth folding, and their likes one layer further on."""
