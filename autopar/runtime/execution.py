@@ -50,6 +50,7 @@ class Executable:
         compiled: whether Inductor compiled it, whose code allocates without the dispatcher.
         read: buffers on which results other than new values of buffers depend.
         held: positions of inputs whose memory is among the saved tensors, by the strides of what a call gives.
+        returned: positions of outputs whose memory is among them; filled by the first forward.
         changing: positions of saved tensors with the memory of buffers that get new values; filled by the same.
         arriving: DTensor's spec of each gradient; filled by the first backward.
     """
@@ -72,6 +73,7 @@ class Executable:
     compiled: bool = False
     read: frozenset[str] = frozenset()
     held: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, compare=False)
+    returned: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     changing: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     arriving: dict[int, Any] = field(default_factory=dict, compare=False)
 
@@ -148,6 +150,7 @@ class Run:
         operands: the forward's operands, for the variant with a backward from every output.
         saved: tensors that the forward keeps, in the order of the backward's inputs.
         kept: operands whose memory is among the saved tensors.
+        returned: outputs whose memory is among the saved tensors.
         read: operands, where the forward may be run again.
     """
 
@@ -156,12 +159,14 @@ class Run:
     operands: tuple[Any, ...]
     saved: list[Any]
     kept: Seen
+    returned: Seen
     read: Seen
     done: bool = False
 
     def release(self) -> None:
         """Drop everything that belongs to the step, even if the loss stays alive."""
-        self.operands, self.saved, self.kept, self.read, self.done = (), [], Seen(), Seen(), True
+        self.operands, self.saved, self.done = (), [], True
+        self.kept = self.returned = self.read = Seen()
 
 
 def spec_of(local: Tensor, spec: ShardingSpec, shape: Sequence[int], host: Host) -> Any:
@@ -255,10 +260,11 @@ class Step(torch.autograd.Function):
             keep_apart(executable, saved, lambda name: _torch.shard_of(buffers[name]))
         sink.extend(mutations)
         kept = Seen(operands[i] for i in _held(executable, saved, operands))
+        returned = Seen(_saved_outputs(executable, saved, outputs))
         read = Seen(operands[i] for i in (executable.fixed if executable.reruns else ()))
         for i in executable.overwritten if executable.reruns else ():
             operands = (*operands[:i], _torch.shard_of(operands[i]).clone(), *operands[i + 1 :])
-        ctx.run = Run(host, executable, operands, saved, kept, read)
+        ctx.run = Run(host, executable, operands, saved, kept, returned, read)
         ctx.set_materialize_grads(False)
         fixed = [o for o, n in zip(outputs, _names(executable), strict=True) if n not in executable.differentiable]
         ctx.mark_non_differentiable(*fixed)
@@ -267,7 +273,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         run: Run = ctx.run
-        check_backward(done=run.done, kept=run.kept)
+        check_backward(done=run.done, kept=run.kept, returned=run.returned)
         given = {n: t for n, t in zip(_names(run.executable), tangents, strict=True) if t is not None}
         began = stamp(run.host.rank.device)
         with torch.no_grad(), run.host.marks.in_sections(), run.host.clock.memory.counting():
@@ -290,6 +296,13 @@ def _held(executable: Executable, saved: Sequence[Any], operands: Sequence[Any])
     return executable.held[key]
 
 
+def _saved_outputs(executable: Executable, saved: Sequence[Any], outputs: Sequence[Any]) -> list[Tensor]:
+    """Return the outputs whose memory is among the saved tensors, without their history, which would hold the run."""
+    if not executable.returned:
+        executable.returned.append(tuple(kept_among(outputs, range(len(outputs)), saved)))
+    return [outputs[i].detach() for i in executable.returned[0]]
+
+
 def kept_among(tensors: Iterable[Tensor], names: Iterable[Named], saved: Iterable[Any]) -> list[Named]:
     """Return the names of tensors whose memory is among the saved ones."""
     kept = {t.untyped_storage().data_ptr() for t in saved if isinstance(t, Tensor) and t.numel()}
@@ -297,12 +310,13 @@ def kept_among(tensors: Iterable[Tensor], names: Iterable[Named], saved: Iterabl
     return [name for shard, name in shards if shard.numel() and shard.untyped_storage().data_ptr() in kept]
 
 
-def check_backward(*, done: bool, kept: Seen) -> None:
+def check_backward(*, done: bool, kept: Seen, returned: Seen | None = None) -> None:
     """Raise if a backward is a second derivative, the second of its step, or one of tensors that have changed.
 
     Args:
         done: whether a backward of this step has run.
         kept: parameters, buffers and inputs that the backward reads.
+        returned: outputs that it reads.
     """
     if torch.is_grad_enabled():
         raise AutoparError(
@@ -317,6 +331,12 @@ def check_backward(*, done: bool, kept: Seen) -> None:
             hint="call the model again; retain_graph=True cannot keep what the plan frees.",
         )
     check_unchanged(kept)
+    if returned is not None and (output := returned.changed()) is not None:
+        raise AutoparError(
+            "An output that the backward needs was changed after the forward.",
+            found=f"an output of shape {tuple(output.shape)} changed in place before the backward",
+            hint="call backward before you change it, or change a copy.",
+        )
 
 
 def check_unchanged(seen: Seen) -> None:
