@@ -288,6 +288,7 @@ def described(functions: Mapping[str, Any], capture: Capture, lowered: Lowered, 
         once_inputs=tuple(lowered.once_inputs),
         compiled=options.backend == "inductor",
         read=capture.graph.buffers_read,
+        tangents_of=capture.graph.tangents_of,
     )
 
 

@@ -293,6 +293,15 @@ class Graph:
         return frozenset(buffers[name] for name in seen & buffers.keys())
 
     @cached_property
+    def tangents_of(self) -> Mapping[str, frozenset[str]]:
+        """The tangents on which each gradient depends, both by name."""
+        found = {i.node: frozenset((i.name,)) for i in self.inputs if i.kind == "tangent"}
+        for node in self.nodes:
+            if node.phase == "backward" and node.op != "placeholder":
+                found[node.name] = frozenset[str]().union(*(found.get(v.node, ()) for v in node.inputs))
+        return {o.name: found.get(o.value.node, frozenset()) for o in self.outputs if o.kind == "gradient"}
+
+    @cached_property
     def by_name(self) -> Mapping[str, Node]:
         return {n.name: n for n in self.nodes}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Protocol, TypeVar
@@ -49,6 +49,7 @@ class Executable:
         once_inputs: meaning and spec of each of its inputs.
         compiled: whether Inductor compiled it, whose code allocates without the dispatcher.
         read: buffers on which results other than new values of buffers depend.
+        tangents_of: the tangents on which each gradient depends.
         held: positions of inputs whose memory is among the saved tensors, by the strides of what a call gives.
         returned: positions of outputs whose memory is among them; filled by the first forward.
         changing: positions of saved tensors with the memory of buffers that get new values; filled by the same.
@@ -72,6 +73,7 @@ class Executable:
     once_inputs: tuple[tuple[Input, ShardingSpec], ...] = ()
     compiled: bool = False
     read: frozenset[str] = frozenset()
+    tangents_of: Mapping[str, frozenset[str]] = field(default_factory=dict)
     held: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, compare=False)
     returned: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     changing: list[tuple[int, ...]] = field(default_factory=list, compare=False)
@@ -83,6 +85,11 @@ class Executable:
         made = {o.name: i for i, (o, _, _) in enumerate(self.gradients)}
         names = ({"parameter": m.name, "input": f"input:{m.name}"}.get(m.kind, "") for m, _ in self.inputs)
         return tuple(map(made.get, names))
+
+    def lacks(self, gradient: int, missing: Collection[str]) -> bool:
+        """Whether there is no such gradient on one device, because all tangents that it depends on are missing."""
+        needed = self.tangents_of.get(self.gradients[gradient][0].name, frozenset())
+        return bool(needed) and needed.issubset(missing)
 
     @cached_property
     def given(self) -> tuple[int, ...]:
@@ -367,6 +374,7 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
         feeds.clear()
         executable = host.every_tangent()
         _, _, feeds = forward_values(host, executable, operands, keep=True)
+    missing = {i.name for i, _ in executable.tangents} - set(given)
     metas = {o.name: meta for o, _, meta in executable.results}
     feeds += [local_tangent(given.get(i.name), spec, metas[i.name], host) for i, spec in executable.tangents]
     del operands, given
@@ -384,7 +392,10 @@ def _gradients(run: Run, given: dict[str, Any]) -> list[Any]:
     if executable.accumulators:
         host.sums.deliver(host.model, host)
     ends = zip(executable.inputs, executable.positions, strict=True)
-    return [None if at is None else _gradient_of(m, executable, at, made[at], host) for (m, _), at in ends]
+    return [
+        None if at is None or executable.lacks(at, missing) else _gradient_of(m, executable, at, made[at], host)
+        for (m, _), at in ends
+    ]
 
 
 def local_tangent(given: Any, spec: ShardingSpec, meta: TensorMeta, host: Host) -> Tensor:
