@@ -60,7 +60,20 @@ def gradient_of(local: torch.Tensor, spec: Any) -> DTensor:
 def _dtensor_type() -> type[DTensor]:
     from torch.distributed.tensor import DTensor
 
+    _register_any()
     return DTensor
+
+
+def _register_any() -> None:
+    """Let ``torch.autograd.detect_anomaly`` look for NaN in gradients: DTensor has no strategy for the op with which it
+    asks whether there is any."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def whole(_: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+        return [([Replicate()], [Replicate()])]
+
+    register_sharding(torch.ops.aten._is_any_true.default)(whole)
 
 
 @cache

@@ -223,6 +223,38 @@ def test_an_output_may_be_changed_where_the_backward_does_not_read_it_as_on_one_
         torch.testing.assert_close(parallel.layer.weight.grad.full_tensor(), plain.layer.weight.grad)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.trunk(x).relu()
+        return self.left(rows), self.right(rows)
+
+
+@pytest.mark.parametrize("of", [(0,), (1,), (0, 1)])
+def test_parameters_that_no_loss_reaches_have_no_gradient_as_on_one_device(of):
+    plain, x = Branches(), torch.randn(6, 8)
+    parallel = autopar.autoparallelize(copy.deepcopy(plain), x)
+    for model in (plain, parallel):
+        outputs = model(x)
+        sum(outputs[i].square().sum() for i in of).backward()
+    for (name, wanted), found in zip(plain.named_parameters(), parallel.parameters(), strict=True):
+        assert (found.grad is None) == (wanted.grad is None), name
+        if wanted.grad is not None:
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly", "ignore:Error detected")
+def test_detect_anomaly_finds_what_is_not_a_number():
+    parallel = autopar.autoparallelize(Activated(), torch.randn(6, 8))
+    with torch.autograd.detect_anomaly():
+        parallel(torch.randn(6, 8))[1].sum().backward()
+        with pytest.raises(RuntimeError, match="nan values"):
+            parallel(torch.full((6, 8), torch.nan))[1].sum().backward()
+
+
 def test_with_mixed_precision_calls_run_lower_and_parameters_stay():
     model = Net()
     x, target = torch.randn(6, 8), torch.randn(6, 4)
