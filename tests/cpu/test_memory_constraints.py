@@ -81,21 +81,23 @@ def plainly(d: Decisions, choice: Sequence[int]) -> list[int]:
                 plain[at] = d.variables[at].actions.index(ABSENT)
         if held and not any(d.variables[at].actions[plain[at]].remakes for at in held):
             plain[d.index[rerun_key(node.name)]] = 0
-    _keep_nothing_for_nobody(d, plain)
+    _copy_nothing_for_nobody(d, plain)
     return plain
 
 
-def _keep_nothing_for_nobody(d: Decisions, choice: list[int]) -> None:
-    """Take what the forward gathered and nobody reads again as it is stored."""
+def _copy_nothing_for_nobody(d: Decisions, choice: list[int]) -> None:
+    """Take a value as it is made where nobody reads a copy of it in another spec, or what the forward gathered."""
     for h in d.uses:
         copy = d.variables[h.target]
-        if h.kept or not copy.kept or not copy.kept[choice[h.target]]:
+        if h.kept or copy.kind != "copy":
             continue
-        reads = (spec_read(d.variables[u.target].options[choice[u.target]], u.position) for u in d.readers[h.target])
-        if all(spec is None for spec in reads):
-            made = spec_made(d.variables[h.source].options[choice[h.source]], h.out)
-            ways = zip(copy.options, copy.kept, strict=True)
-            choice[h.target] = next(i for i, (o, kept) in enumerate(ways) if not kept and spec_made(o, 0) == made)
+        made = spec_made(d.variables[h.source].options[choice[h.source]], h.out)
+        readers = d.readers.get(h.target, ())
+        read = {spec_read(d.variables[u.target].options[choice[u.target]], u.position) for u in readers}
+        if read <= {None, made}:
+            ways = enumerate(zip(copy.options, copy.kept or [False] * len(copy.options), strict=True))
+            as_made = (i for i, (o, kept) in ways if not kept and spec_made(o, 0) == made)
+            choice[h.target] = next(as_made, choice[h.target])
 
 
 def _make_views_again(d: Decisions, choice: list[int], view: Value) -> None:
