@@ -176,7 +176,11 @@ def _resumed(folder: str, mesh: dict[str, int], pipeline: Pipeline | None) -> di
 
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
-    [({"pp": 2}, PLAIN), ({"pp": 2}, Pipeline(micro_batches=2, split=["transformer.ln_f"])), ({"dp": 2}, None)],
+    [
+        ({"pp": 2}, PLAIN),
+        pytest.param({"pp": 2}, Pipeline(micro_batches=2, split=["transformer.ln_f"]), marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_is_resumed(pool: RankPool, tmp_path: Path, mesh: dict[str, int], pipeline: Pipeline | None) -> None:
     for found in pool.run(_resumed, str(tmp_path), mesh, pipeline):
@@ -274,7 +278,7 @@ def _gone(refs: list[weakref.ref[Any]]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"pp": 2}, pytest.param({"dp": 2}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("two_phase", [False, True])
 def test_nothing_of_a_step_lives_on(pool: RankPool, mesh: dict[str, int], two_phase: bool) -> None:
     assert pool.run(_left_behind, mesh, two_phase) == [{"gradients": False, "inputs": False}] * 2
