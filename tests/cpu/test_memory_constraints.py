@@ -106,7 +106,14 @@ def _make_views_again(d: Decisions, choice: list[int], view: Value) -> None:
     while chain[-1].node in d.views:
         chain.append(d.graph.by_name[chain[-1].node].inputs[0])
     held = [d.index.get(hold_key(value), -1) for value in chain]
-    for at, value in ((held[0], chain[0]), (held[-1], chain[-1])):
+    ends = [(held[0], chain[0]), (held[-1], chain[-1])]
+    base = d.variables[d.index[chain[-1].node]]
+    if base.kind == "parameter":  # which is there anyway
+        view = d.index[chain[-2].node]
+        if spec_read(d.variables[view].options[choice[view]], 0) != base.options[choice[d.index[base.key]]].outputs[0]:
+            return
+        ends.pop()
+    for at, value in ends:
         made = d.variables[d.index[value.node]].options[choice[d.index[value.node]]]
         v = d.variables[at]
         if at < 0 or v.actions[choice[at]] != KEEP or v.options[choice[at]].outputs[0] != spec_made(made, value.index):
