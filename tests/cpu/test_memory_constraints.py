@@ -13,7 +13,7 @@ import torch
 from autopar import planner
 from autopar.errors import InfeasibleError
 from autopar.holding import ABSENT, KEEP, RECOMPUTE
-from autopar.ir import Value
+from autopar.ir import Graph, Value
 from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.footprint.op_work import local_bytes
@@ -25,6 +25,7 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import Decisions, decide, hold_key, rerun_key, spec_made, spec_read
 from autopar.planner.schedule.schedule import schedule
+from autopar.planner.search.search import Planned
 from autopar.solver import Problem, solve
 from tests.cpu.model_checks import cluster_where_sharding_pays, subject
 from tests.zoo import ZOO as ARCHITECTURES
@@ -149,6 +150,17 @@ def highest_over(d: Decisions, choice: Sequence[int], prices: Prices, options: O
     return max(modelled[p] - held[p] for p in held) / max(held.values())
 
 
+def planned_within(
+    budget: int, graph: Graph, mesh: Mesh, cluster: Cluster, options: Options
+) -> tuple[Planned, Options]:
+    """The plan within a budget in bytes, and the options with it; skips the test if nothing fits."""
+    options = replace(options, memory_budget_bytes=budget)
+    try:
+        return planner.plan_graph(graph, mesh, cluster, options, compare=False), options
+    except InfeasibleError:
+        pytest.skip("nothing fits")
+
+
 @pytest.mark.parametrize(("name", "share", "shape", "decomposed"), CASES, ids=str)
 def test_constraints_never_count_more_than_the_program_holds(
     name: str, share: float, shape: tuple[int, ...], decomposed: bool
@@ -158,11 +170,7 @@ def test_constraints_never_count_more_than_the_program_holds(
     cluster = cluster_where_sharding_pays().sized(mesh.size)
     options = Options(gap=0.01, async_tensor_parallel="always" if decomposed else "auto", time_limit_s=60.0)
     free = planner.plan_graph(graph, mesh, cluster, options, compare=False)
-    options = replace(options, memory_budget_bytes=int(free.memory.peak_bytes * share))
-    try:
-        plan = planner.plan_graph(graph, mesh, cluster, options, compare=False)
-    except InfeasibleError:
-        pytest.skip("nothing fits")
+    plan, options = planned_within(int(free.memory.peak_bytes * share), graph, mesh, cluster, options)
     prices = Prices(mesh, cluster, options.backend, options.decomposed)
     assert highest_over(plan.decisions, plan.solution.choice, prices, options) <= ROUNDING
 
@@ -178,11 +186,7 @@ def test_no_architecture_holds_less_than_the_constraints_count(name: str, share:
     cluster, options = cluster_where_sharding_pays().sized(4), Options(gap=0.01, time_limit_s=20.0)
     plan = planner.plan_graph(graph, mesh, cluster, options, compare=False)
     if share < 1:
-        options = replace(options, memory_budget_bytes=int(share * plan.memory.peak_bytes))
-        try:
-            plan = planner.plan_graph(graph, mesh, cluster, options, compare=False)
-        except InfeasibleError:
-            pytest.skip("nothing fits")
+        plan, options = planned_within(int(share * plan.memory.peak_bytes), graph, mesh, cluster, options)
     prices = Prices(mesh, cluster, options.backend, options.decomposed)
     assert highest_over(plan.decisions, plan.solution.choice, prices, options) <= ROUNDING
 

@@ -127,8 +127,8 @@ def copy_range(d: Decisions, copy: Variable, live: LiveRanges) -> CopyRange | No
         at_once = replaced(live.at[value.node], value.index)
         if not _shared(d, value):
             made, start = at_once, at_once.next
-        elif hold_key(value) in d.index or value in d.returned:  # what is held or returned in the copy's spec is made
-            made = at_once  # at once, and read from there
+        elif hold_key(value) in d.index or value in d.returned:
+            made = at_once  # what is held or returned in the copy's spec is made at once, and read from there
     share = own_share(d, value, start, live)
     end = before(last[value]) if value in live.released_by[copy.phase] else ProgramPoint(last[value])
     return CopyRange(made, start, end, share) if share else None

@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class PairNode:
-    """The bytes of a pair of variables, or of three.
+    """Bytes that depend on the options of two variables, or of three.
 
     Args:
         fits: for each of ``variables``, 0 where an option (row) allows a state (column), else infinity. Options

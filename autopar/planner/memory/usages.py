@@ -145,8 +145,8 @@ class MemoryUsages:
 
     @cached_property
     def pair_nodes(self) -> tuple[PairNode, ...]:
-        """What options hold only under options of another variable. The states of each node are: nothing is held; then
-        the sizes."""
+        """What options hold only under options of another variable; ``_Condition.states`` says which states a node
+        has."""
         others, kept, known = self.options.in_flight - 1, self._kept, dict[object, tuple[Array, Array, Array]]()
         arrays: dict[object, Array] = {}
 
