@@ -16,6 +16,7 @@ from autopar.planner.baselines.roles import baselines
 from tests.baseline_laws import plan_on
 from tests.cpu.capture_checks import captured_once
 from tests.models import ZOO
+from tests.zoo import ZOO as EVERY
 
 NAMES = {b.name for b in baselines(Mesh((2, 2)))}
 
@@ -102,6 +103,19 @@ def test_tensor_parallel_finds_megatrons_pairs():
     # One sum a block each way: attention and feed-forward of two layers, and the ends at the vocabulary.
     assert carried(plan)["all_reduce", "forward"] >= 4
     assert "all_gather" not in {kind for kind, _ in carried(plan)}
+
+
+@pytest.mark.parametrize(
+    ("model", "columns"),
+    [("mixtral", ["q_proj", "k_proj", "v_proj"]), ("deepseek_v3", ["q_b_proj", "kv_b_proj"])],
+)
+def test_experts_leave_what_is_between_layers_whole(model: str, columns: list[str]) -> None:
+    module, inputs = EVERY[model].made()
+    plan = autopar.plan(module, inputs, mesh=(2,), cluster="dgx-h100", search="baseline:TP")
+    attention = [n for n in plan.parameters if ".self_attn." in n]
+    assert {str(plan.specs[n]) for n in attention if n.split(".")[-2] in columns} == {"S0R"}
+    assert {str(plan.specs[n]) for n in attention if "o_proj" in n} == {"RS0"}
+    assert {str(plan.specs[n]) for n in plan.parameters if n.endswith("layernorm.weight")} == {"R"}
 
 
 def test_sequence_parallel_scatters_sums_and_gathers_before_columns():

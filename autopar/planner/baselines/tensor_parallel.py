@@ -4,14 +4,16 @@ Shoeybi et al. 2019; between the pairs, with sequence parallel: Korthikanti et a
 order. A product whose activation is whole takes its weight by columns (a factor of the weight that the result keeps).
 The cut then passes through every op that has its factor, including the heads of attention. The next product finds it
 among its summed factors and takes its weight by rows; its result is a sum, whole again. A lookup takes its table by
-rows. Where a cut cannot pass, the columns it came from are left to the solver. The backward follows from what the
-forward decided.
+rows. Where a cut cannot pass, as through a norm over what is cut, the columns it came from are left to the solver, and
+with them what is computed from them, up to the next product of a weight. The backward follows from what the forward
+decided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias, Union
 
 from autopar.ir import Node, Value
@@ -117,10 +119,20 @@ class _Labeller:
             if blocked:
                 return blocked
             factor, starts = self._new_cut(node)
-        if factor is None and any(self.labels.get(v) == FREE for v in node.inputs):
+        if factor is None and self._mostly_free(node):
             factor = FREE
         self._record_choice(node, factor, starts)
         return frozenset()
+
+    def _mostly_free(self, node: Node) -> bool:
+        """Whether what is left to the solver is among the largest operands. The weights of experts, which scale their
+        results, leave them as they are."""
+        sizes = {True: 0, False: 0}
+        for value in node.inputs:
+            if value not in self.flow.state:
+                free = self.labels.get(value) == FREE
+                sizes[free] = max(sizes[free], self.flow.graph.meta(value).numel)
+        return sizes[True] > 0 and sizes[True] >= sizes[False]
 
     def _inherited(self, node: Node) -> str | None:
         """Return the factor that most labelled operands ask for, the first among equals."""
@@ -129,9 +141,27 @@ class _Labeller:
             label = self.labels.get(value)
             if isinstance(label, int):
                 factor = self.flow.factor(node, p, label)
-                if factor is not None and factor not in self.batch.get(node.name, ()) and self.can_cut(node, factor):
+                if factor is not None and factor not in self.batch.get(node.name, ()) and self._passes(node, factor):
                     votes[factor] = votes.get(factor, 0) + 1
         return max(votes, key=lambda f: votes[f]) if votes else None
+
+    def _passes(self, node: Node, factor: str) -> bool:
+        """Whether an op may be cut by ``factor``. Before the loss only products of weights sum over what is cut: the
+        sums of a norm would have to be exchanged."""
+        if not self.can_cut(node, factor):
+            return False
+        if any(self.flow.result_dim(node, i, factor) is not None for i in range(len(node.outputs))):
+            return True
+        return self.flow.graph.order[node.name] >= self._last_product or self._reads_weights(node)
+
+    @cached_property
+    def _last_product(self) -> int:
+        """The number of the last product of weights in the forward: what follows it is the loss, and the backward."""
+        nodes = [n for n in self.flow.graph.nodes if n.phase == "forward" and self._reads_weights(n)]
+        return max((self.flow.graph.order[n.name] for n in nodes if self._is_product(n)), default=0)
+
+    def _reads_weights(self, node: Node) -> bool:
+        return any(v in self.flow.state for v in node.inputs)
 
     def _blocked_columns(self, node: Node) -> frozenset[str]:
         """Return the products from whose columns the cut operands come, if this op needs them whole."""
@@ -181,9 +211,7 @@ class _Labeller:
         """Whether a product of a weight and what was left to the solver ends that freedom, as a row product ends a
         column."""
         activations = [v for p, v in enumerate(node.inputs) if p not in weights]
-        if not weights or node.name in self.unpaired or not self._is_product(node):
-            return False
-        return any(self.labels.get(v) == FREE for v in activations)
+        return bool(weights) and self._is_product(node) and any(self.labels.get(v) == FREE for v in activations)
 
     def _is_product(self, node: Node) -> bool:
         return flops(node, tuple(self.flow.graph.meta(v) for v in node.inputs)) > 0
