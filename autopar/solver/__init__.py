@@ -21,13 +21,14 @@ from autopar.solver.problem import (
     peak_usage,
     relative_gap,
 )
-from autopar.solver.reduce.incumbent import Gap, gap_of
+from autopar.solver.reduce.incumbent import Fallback, Gap, gap_of
 
 __all__ = [
     "MIN_COPIES",
     "NO_DUALS",
     "Duals",
     "Edge",
+    "Fallback",
     "Gap",
     "Problem",
     "Run",

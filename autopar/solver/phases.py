@@ -38,7 +38,7 @@ from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.elimination import eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.greedy import greedy_choice
-from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.incumbent import Fallback, Incumbent
 from autopar.solver.reduce.reductions import absorb_separable, drop_forbidden, reduce
 from autopar.solver.settings import PRICES, PROGRAMS
 
@@ -62,6 +62,7 @@ class State:
     done: bool = False
     relaxed: bool = False
     search: PricedSearch | None = None
+    fallback: Fallback | None = None
     _plain: Graph | None = None
     _graph: Graph | None = None
 
@@ -318,6 +319,25 @@ class Prices:
 
 
 @dataclass(frozen=True)
+class KnownChoice:
+    """Where nothing is found, a choice that is known, and better ones by prices from there."""
+
+    name: ClassVar[str] = "known choice"
+
+    def applies(self, state: State) -> bool:
+        return state.incumbent.choice is None and state.fallback is not None
+
+    def run(self, state: State) -> None:
+        assert state.fallback is not None
+        known = state.fallback()
+        if known is None:
+            return
+        state.incumbent.offer(known, self.name)
+        if state.incumbent.choice is not None and state.limited and Prices().applies(state):
+            Prices().run(state)
+
+
+@dataclass(frozen=True)
 class Messages:
     """Message passing and reductions in turns, each for a share of the time left."""
 
@@ -422,6 +442,7 @@ FLAT: tuple[Phase, ...] = (
     Eliminate(),
     LinearProgram(),
     Prices(),
+    KnownChoice(),
     Messages(),
     Prove(),
     SolveParts(),

@@ -16,7 +16,7 @@ from autopar.solver.integer import highs
 from autopar.solver.integer.pulp_backend import check_solver
 from autopar.solver.phases import FLAT, PHASES, State, run_phases
 from autopar.solver.problem import NO_DUALS, Duals, Problem, Solution, TraceEntry
-from autopar.solver.reduce.incumbent import Gap, Incumbent, Refuses
+from autopar.solver.reduce.incumbent import Fallback, Gap, Incumbent, Refuses
 
 
 def solve(
@@ -30,6 +30,7 @@ def solve(
     folding: Callable[[Problem], Tied | None] = fold,
     duals: Duals = NO_DUALS,
     refuses: Refuses | None = None,
+    fallback: Fallback | None = None,
 ) -> Solution:
     """The cheapest choice, or the best one found in time, with a bound that no choice can beat.
 
@@ -45,6 +46,8 @@ def solve(
         duals: of a similar problem, to begin with.
         refuses: is asked about a choice that is nearly the best before that is proven; where it says yes the search
             ends.
+        fallback: is asked for a choice to go on from where none is found by prices. To begin with it leads to worse
+            ones than to begin with nothing.
 
     Raises:
         InfeasibleError: no choice is allowed.
@@ -60,6 +63,7 @@ def solve(
             incumbent.offer(choice, "warm start")
         begin_part = partial(_begin_part, chosen)
         state = State(incumbent, chosen, warm_starts, folding(problem), solve=solve, begin_part=begin_part)
+        state.fallback = fallback
         run_phases(PHASES, state)
         return _solution(state)
 

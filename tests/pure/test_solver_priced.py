@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import Edge, Problem, Solution, evaluate, solve
 from autopar.solver.clock import counted, limited, only_counted
 from autopar.solver.priced.core import Core
@@ -173,6 +173,27 @@ def test_a_warm_start_is_the_worst_that_is_found() -> None:
     good = solve(problem, time_limit=5.0)
     assert good.objective <= 1.03 * optimum
     assert solve(problem, time_limit=0.01, warm_starts=[good.choice]).objective <= good.objective
+
+
+def test_where_nothing_is_found_a_fallback_is_the_worst_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, _ = planted(300, options=6, hubs=1, seed=1)
+    good = solve(problem, time_limit=5.0).choice
+    monkeypatch.setattr(PricedSearch, "_repair", lambda *_: None)
+    monkeypatch.setattr("autopar.solver.priced.search.PRICES", PriceSettings(first_factors=()))
+    with pytest.raises(SolverError):
+        solve(problem, time_limit=0.0)
+    found = solve(problem, time_limit=0.0, fallback=lambda: good)
+    assert evaluate(problem, found.choice) == (found.objective, True)
+    assert found.objective <= evaluate(problem, good)[0]
+
+
+def test_a_fallback_that_does_not_fit_is_no_choice() -> None:
+    problem, _ = planted(300, options=6, hubs=1, seed=1)
+    tight = replace(problem, limit=0.5 * problem.limit)
+    large = tuple(int(np.argmin(cost)) for cost in problem.costs)
+    assert not evaluate(tight, large)[1]
+    with pytest.raises((SolverError, InfeasibleError)):
+        solve(tight, time_limit=0.0, fallback=lambda: large)
 
 
 @settings(max_examples=60, deadline=None)

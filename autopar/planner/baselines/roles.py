@@ -27,10 +27,10 @@ from autopar.planner.baselines.tensor_parallel import FREE, Label, TensorParalle
 from autopar.planner.graphs.dataflow import Dataflow
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.problem.decide import Decisions, Variable
-from autopar.planner.problem.restricted import solve_sliced
+from autopar.planner.problem.restricted import solve_alike
 from autopar.sharding import ShardingSpec, Strategy
 from autopar.sharding.strategy import MOVED, RING, moved_axes
-from autopar.solver import Gap, Problem, Tied
+from autopar.solver import Gap
 from autopar.strategies.registry import find_lending
 
 Mask = npt.NDArray[np.bool_]
@@ -114,8 +114,10 @@ class Masks:
     of: npt.NDArray[np.int64]
     distinct: Sequence[Mask]
 
-    def __getitem__(self, variable: int) -> Mask:
-        return self.distinct[int(self.of[variable])]
+    def kept(self) -> list[npt.NDArray[np.int64]]:
+        """The indices of each variable's options."""
+        distinct = [np.flatnonzero(mask) for mask in self.distinct]
+        return [distinct[i] for i in self.of.tolist()]
 
 
 @dataclass
@@ -431,39 +433,6 @@ def _evenness(
     return not even, spec.dims[dim] != axes, -shape[dim] if even else 0, dim
 
 
-def solve_restricted(
-    problem: Problem, masks: Masks, *, time_limit: float, backend: str, gap: float | Gap, folded: Tied | None = None
-) -> tuple[int, ...] | None:
-    """Return the best choice within ``masks``, in the options of ``problem``; None if there is none or time runs out.
-
-    If ``folded``, which ``fold`` made of the problem, restricts every block alike, all blocks also choose alike. Then
-    this costs what one block of each run costs. If None, nothing repeats.
-    """
-    if folded is not None:
-        tied = _tied(masks, folded)
-        if tied is not None:
-            alike = [np.flatnonzero(m) for m in tied]
-            found = solve_sliced(folded.problem, alike, time_limit, backend, gap)
-            if found is not None:
-                return folded.expand(found.choice)
-    each = [np.flatnonzero(masks[i]) for i in range(len(problem.costs))]
-    solved = solve_sliced(problem, each, time_limit, backend, gap)
-    return None if solved is None else solved.choice
-
-
-def _tied(masks: Masks, folded: Tied) -> list[Mask] | None:
-    """Return the mask of each tied node; None if nodes that are tied have different masks."""
-    nodes, first = np.unique(folded.place, return_index=True)
-    example = np.zeros(len(folded.problem.costs), dtype=np.int64)
-    example[nodes] = first
-    if (masks.of != masks.of[example[folded.place]]).any():
-        return None
-    whole = [np.ones(len(cost), dtype=bool) for cost in folded.problem.costs]
-    for node, i in zip(nodes.tolist(), first.tolist(), strict=True):
-        whole[node] = masks[i]
-    return whole
-
-
 def _masks(objective: Objective) -> Callable[[Baseline], Masks | None]:
     """Return a function from baselines to their masks. For a deep model they are read off a graph with fewer layers."""
     fewer = objective.with_fewer_layers(KEPT_LAYERS)
@@ -495,6 +464,6 @@ def restricted_choices(
         masks = masks_of(baseline)
         if masks is None:
             continue
-        choice = solve_restricted(problem, masks, time_limit=time_limit, backend=backend, gap=gap, folded=folded)
+        choice = solve_alike(problem, masks.kept(), time_limit, backend, gap, folded)
         if choice is not None:
             yield baseline, choice

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import AutoparError
-from autopar.solver import Edge, Gap, Problem, Solution, Usage, solve, sum_of_least
+from autopar.solver import Edge, Fallback, Gap, Problem, Solution, Tied, Usage, solve, sum_of_least
 
 Kept = Sequence[npt.NDArray[np.int64]]
 """The options that are left of each node."""
@@ -23,9 +23,10 @@ def solve_sliced(
     backend: str,
     gap: float | Gap,
     known: Sequence[int] | None = None,
+    fallback: Fallback | None = None,
 ) -> Solution | None:
     """Find the best choice among the options ``kept`` of each node; None if there is none or time runs out. It begins
-    with the ``known`` one."""
+    with the ``known`` one, and goes on from ``fallback`` where it finds none."""
     if not all(map(len, kept)):
         return None
     open_nodes = [node for node, options in enumerate(kept) if len(options) > 1] or [0]
@@ -33,13 +34,51 @@ def solve_sliced(
     if not math.isfinite(certain) or (problem.usages and sum_of_least(sliced) > problem.limit):
         return None
     begin = () if known is None else (_among(known, kept, open_nodes),)
+
+    def instead() -> tuple[int, ...] | None:
+        found = None if fallback is None else fallback()
+        return None if found is None else _among(found, kept, open_nodes)
+
     try:
-        found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, warm_starts=begin)
+        found = solve(sliced, time_limit=time_limit, backend=backend, gap=gap, warm_starts=begin, fallback=instead)
     except AutoparError:
         return None
     choice = np.array([options[0] for options in kept], dtype=np.int64)
     choice[open_nodes] = [kept[node][option] for node, option in zip(open_nodes, found.choice, strict=True)]
     return replace(found, choice=tuple(choice.tolist()))
+
+
+def solve_alike(
+    problem: Problem, kept: Kept, time_limit: float, backend: str, gap: float | Gap, folded: Tied | None
+) -> tuple[int, ...] | None:
+    """Find the best choice as ``solve_sliced`` does, but where every block keeps the same options, all blocks choose
+    alike too, if they can. Then this costs what one block of each run costs.
+
+    Args:
+        folded: the problem with its blocks tied together; None where nothing repeats.
+    """
+    tied = None if folded is None else _tied(kept, folded)
+    if folded is not None and tied is not None:
+        found = solve_sliced(folded.problem, tied, time_limit, backend, gap)
+        if found is not None:
+            return folded.expand(found.choice)
+    solved = solve_sliced(problem, kept, time_limit, backend, gap)
+    return None if solved is None else solved.choice
+
+
+def _tied(kept: Kept, folded: Tied) -> list[npt.NDArray[np.int64]] | None:
+    """Return the options that are left of each tied node; None if those of nodes that are tied differ."""
+    names: dict[bytes, int] = {}
+    of = np.array([names.setdefault(options.tobytes(), len(names)) for options in kept])
+    nodes, first = np.unique(folded.place, return_index=True)
+    example = np.zeros(len(folded.problem.costs), dtype=np.int64)
+    example[nodes] = first
+    if (of != of[example[folded.place]]).any():
+        return None
+    tied = [np.arange(len(cost)) for cost in folded.problem.costs]
+    for node, i in zip(nodes.tolist(), first.tolist(), strict=True):
+        tied[node] = kept[i]
+    return tied
 
 
 def _among(choice: Sequence[int], kept: Kept, open_nodes: Sequence[int]) -> tuple[int, ...]:

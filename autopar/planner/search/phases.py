@@ -26,6 +26,7 @@ from autopar.planner.search.rounds import (
     constrained,
     hides_more,
     solve_open,
+    solve_open_alike,
     solve_round,
     solve_with_shardings,
 )
@@ -223,9 +224,9 @@ def _together(search: Search, among: Open | None) -> float | None:
     """The cost without a budget of the best shardings ``among`` those that take the axes as one."""
     if among is None:
         return None
-    problem, left_s = search.objective.problem(), max(search.ends - now(), 0.0)
-    found = solve_open(problem, among, left_s, search.options.solver, settings.KNOWN_GAP)
-    return None if found is None else search.objective.seconds(found.choice)
+    until = max(search.ends, now())
+    found = solve_open_alike(search.objective, among, until, search.options, settings.KNOWN_GAP)
+    return None if found is None else search.objective.seconds(found)
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,12 @@ class KnownShardings:
         boundaries: Collection[int],
         known: Choice | None = None,
     ) -> tuple[SearchState, Result | None]:
-        """The best under these constraints, from a ``known`` one, and the state with it."""
+        """The best under these constraints, from a ``known`` one, and the state with it. Where none is found, it is
+        looked for from that in which all is recomputed but what crosses from layer to layer, which mostly fits."""
+        objective = state.joint
+        assert objective is not None
+        layers = recomputed(objective.decisions, still, search.boundaries(objective))
+
         found = solve_with_shardings(
             search,
             state,
@@ -304,6 +310,7 @@ class KnownShardings:
             method=self.name,
             boundaries=boundaries,
             known=known,
+            fallback=partial(_recomputed, search, objective, layers, until),
         )
         state = replace(state, points=state.points | active.margins.keys())
         if found is None:
@@ -350,15 +357,15 @@ def layers_recomputed(search: Search, state: SearchState, until: float) -> Itera
         for among in dict.fromkeys((way, with_lean_sums(objective.decisions, way))):
             if now() > until:
                 return
-            ask = partial(_cheapest, search, objective, among, until - now())
-            choice = search.memo.of("layers", (objective.decisions,), ask, among)
+            choice = _recomputed(search, objective, among, until)
             if choice is not None:
                 yield search.measure(objective, choice, Layers.name, search.budget)
 
 
-def _cheapest(search: Search, objective: Objective, among: Open, seconds: float) -> Choice | None:
-    found = solve_open(objective.problem(), among, seconds, search.options.solver, settings.KNOWN_GAP)
-    return None if found is None else found.choice
+def _recomputed(search: Search, objective: Objective, among: Open, until: float) -> Choice | None:
+    """The cheapest choice ``among`` those that recompute layers."""
+    ask = partial(solve_open_alike, objective, among, until, search.options, settings.KNOWN_GAP)
+    return search.memo.of("layers", (objective.decisions,), ask, among)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import profile
+from autopar.planner.options import Options
 from autopar.planner.pricing.objective import MAX_SOLVES, Objective
 from autopar.planner.pricing.transfers import FORWARD_PARTS, exposed_seconds, host_usages
-from autopar.planner.problem.restricted import solve_sliced
+from autopar.planner.problem.restricted import solve_alike, solve_sliced
 from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.search import settings
@@ -21,7 +24,7 @@ from autopar.planner.search.fitting import fitted, scheduled
 from autopar.planner.search.offload_order import offloading_first
 from autopar.planner.search.state import Choice, Result, Search, SearchState
 from autopar.planner.search.two_stage import Open
-from autopar.solver import NO_DUALS, Gap, Problem, Solution, TraceEntry, peak_usage, relative_gap, solve
+from autopar.solver import NO_DUALS, Fallback, Gap, Problem, Solution, TraceEntry, peak_usage, relative_gap, solve
 from autopar.solver.clock import now
 
 MOST_SEEDS = 2
@@ -203,6 +206,7 @@ def solve_with_shardings(
     method: str,
     boundaries: Collection[int] = (),
     known: Choice | None = None,
+    fallback: Fallback | None = None,
 ) -> Result | None:
     """The best way to keep, recompute and offload among the options that are ``still`` open, over some rounds: one that
     fits, or the last that does not. The largest margin is set aside at all points once it grows, for fewer rounds, but
@@ -211,6 +215,7 @@ def solve_with_shardings(
     Args:
         boundaries: hold variables of values that are not to be recomputed.
         known: a choice to begin with.
+        fallback: is asked for one to go on from where none is found.
     """
     objective = state.joint
     assert objective is not None
@@ -221,7 +226,8 @@ def solve_with_shardings(
         # A choice that is over the budget needs another round, however near the best it may be.
         seconds = max((until - now()) * (settings.ROUND_SHARE if left > 1 else 1.0), LEAST_S)
         begin = None if known is None else active.extend_choice(known)
-        solution = solve_open(problem, still, seconds, search.options.solver, enough, begin)
+        instead = partial(_extended, active, fallback)
+        solution = solve_open(problem, still, seconds, search.options.solver, enough, begin, instead)
         if solution is None and unequal is not None:
             active.margins, unequal = unequal, None
             continue
@@ -239,6 +245,11 @@ def solve_with_shardings(
     return found
 
 
+def _extended(active: ActiveSet, fallback: Fallback | None) -> Choice | None:
+    found = None if fallback is None else fallback()
+    return None if found is None else active.extend_choice(found)
+
+
 def solve_open(
     problem: Problem,
     still: Open,
@@ -246,12 +257,24 @@ def solve_open(
     backend: str,
     gap: float | Gap,
     known: Choice | None = None,
+    fallback: Fallback | None = None,
 ) -> Solution | None:
     """The best choice among options that are ``still`` open; None where there is none or time is out."""
+    return solve_sliced(problem, _kept(problem, still), seconds, backend, gap, known, fallback)
+
+
+def solve_open_alike(objective: Objective, still: Open, until: float, options: Options, gap: float) -> Choice | None:
+    """The best choice among options that are ``still`` open, without a budget; of equal layers that it leaves the same,
+    all choose alike. None where there is none or time is out."""
+    problem = objective.problem()
+    kept, folded = _kept(problem, still), objective.fold(problem)
+    return solve_alike(problem, kept, until - now(), options.solver, gap, folded)
+
+
+def _kept(problem: Problem, still: Open) -> list[npt.NDArray[np.int64]]:
     every = [np.arange(len(c)) for c in problem.costs]
     kept = [k if s is None else np.array(s) for k, s in zip(every, still, strict=False)]
-    kept += every[len(kept) :]
-    return solve_sliced(problem, kept, seconds, backend, gap, known)
+    return kept + every[len(kept) :]
 
 
 def hides_more(search: Search, state: SearchState, active: ActiveSet, result: Result) -> tuple[bool, SearchState]:

@@ -37,6 +37,9 @@ def gap_of(gap: float | Gap) -> Gap:
 Refuses = Callable[[Sequence[int]], bool]
 """Whether a choice that is nearly the best is of no use, for what the problem does not say."""
 
+Fallback = Callable[[], Sequence[int] | None]
+"""A choice to go on from where none is found, if there is one."""
+
 
 class Incumbent:
     """Offers that are worse are ignored, so that nothing found is ever lost."""
