@@ -21,7 +21,6 @@ from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.problem.variables import Decisions
 from autopar.planner.search import settings
 from autopar.planner.search.candidates import Candidate
-from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.rounds import (
     constrained,
     hides_more,
@@ -82,7 +81,7 @@ class Free:
 
         def longer(best: Choice) -> float:
             """What fits is the plan, so nothing else has to be looked for."""
-            _, memory = scheduled(search.objective.decisions, best, search.prices, search.options, search.budget)
+            _, memory = search.within(search.objective, best, search.budget)
             return until if memory.peak_bytes <= search.budget else enough
 
         objective = search.objective

@@ -18,9 +18,8 @@ from autopar.planner.pricing.objective import MAX_SOLVES, Objective
 from autopar.planner.pricing.transfers import FORWARD_PARTS, exposed_seconds, host_usages
 from autopar.planner.problem.restricted import solve_alike, solve_sliced
 from autopar.planner.schedule.copied_parts import copied_seconds
-from autopar.planner.schedule.schedule import schedule
 from autopar.planner.search import settings
-from autopar.planner.search.fitting import fitted, scheduled
+from autopar.planner.search.fitting import fitted
 from autopar.planner.search.offload_order import offloading_first
 from autopar.planner.search.state import Choice, Result, Search, SearchState
 from autopar.planner.search.two_stage import Open
@@ -100,11 +99,9 @@ def solve_round(
     solution, state = _solve(search, state, objective, problem, active, until, seeds, gap, reweigh, boundaries, longer)
     solution = replace(solution, choice=offloading_first(objective, solution.choice))
     solved = time.perf_counter()
-    graph, mesh = search.graph, objective.decisions.mesh
-    program = schedule(objective.decisions, solution.choice, search.prices)
+    early = search.lowered(objective, solution.choice)
     lowered = time.perf_counter()
-    early = program, profile(program, graph, mesh, search.options)
-    program, memory = fitted(*early, graph, search.prices, search.options, limit)
+    program, memory = fitted(*early, search.graph, search.prices, search.options, limit)
     solution = replace(solution, objective=solution.objective + copied_seconds(program))
     ends = {"build": built, "solve": solved, "lower": lowered, "verify": time.perf_counter()}
     for stage, end in ends.items():
@@ -162,9 +159,7 @@ def _solve(
         """Whether its program holds more than its constraints say: they change before a better choice is of use."""
         if active is None or asked.limit != search.budget:
             return False
-        _, memory = scheduled(
-            objective.decisions, active.restrict(choice), search.prices, search.options, search.budget
-        )
+        _, memory = search.within(objective, active.restrict(choice), search.budget)
         return memory.peak_bytes > search.budget
 
     def out_of_time(best: Choice) -> bool:

@@ -11,7 +11,7 @@ from functools import cached_property
 from autopar.ir import Graph
 from autopar.planner.memo import Memo
 from autopar.planner.memory.active_set import ActiveSet
-from autopar.planner.memory.exact import MemoryProfile
+from autopar.planner.memory.exact import MemoryProfile, profile
 from autopar.planner.memory.points import ProgramPoint
 from autopar.planner.options import Options
 from autopar.planner.overlap.arrange import TriedArrangements
@@ -19,10 +19,11 @@ from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.decide import Decisions
 from autopar.planner.schedule.copied_parts import copied_seconds
+from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search import settings
 from autopar.planner.search.candidates import BaselineCandidate, Candidate
-from autopar.planner.search.fitting import scheduled
+from autopar.planner.search.fitting import fitted
 from autopar.planner.search.keeping import layer_boundaries
 from autopar.planner.search.offload_order import offloading_first
 from autopar.plans.records import SearchRecord
@@ -84,6 +85,7 @@ class Search:
     baselines: Sequence[BaselineCandidate] = ()
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("build", "solve", "lower", "verify"), 0.0))
     memo: Memo = field(default_factory=Memo)
+    _lowered: list[tuple[Objective, Choice, Program, MemoryProfile]] = field(default_factory=list)
 
     @property
     def prices(self) -> Prices:
@@ -109,10 +111,26 @@ class Search:
         d = objective.decisions
         return self.memo.of("boundaries", (d,), lambda: layer_boundaries(d, objective.runs))
 
+    def lowered(self, objective: Objective, choice: Sequence[int]) -> tuple[Program, MemoryProfile]:
+        """The program of ``choice`` before transfers give way, and its exact memory. The last one is kept: whether a
+        choice fits is asked before it is taken."""
+        wanted = tuple(choice)
+        for known, chosen, program, memory in self._lowered:
+            if known is objective and chosen == wanted:
+                return program, memory
+        program = schedule(objective.decisions, wanted, self.prices)
+        memory = profile(program, self.graph, objective.decisions.mesh, self.options)
+        self._lowered[:] = [(objective, wanted, program, memory)]
+        return program, memory
+
+    def within(self, objective: Objective, choice: Sequence[int], limit: float) -> tuple[Program, MemoryProfile]:
+        """The program of ``choice`` and its exact memory, within ``limit`` bytes where transfers can see to it."""
+        return fitted(*self.lowered(objective, choice), self.graph, self.prices, self.options, limit)
+
     def measure(self, objective: Objective, choice: Sequence[int], method: str, limit: float = 0.0) -> Result:
         """The program of ``choice``, whose transfers give way to ``limit`` bytes where they must."""
         started, choice = time.perf_counter(), offloading_first(objective, choice)
-        program, memory = scheduled(objective.decisions, choice, self.prices, self.options, limit)
+        program, memory = self.within(objective, choice, limit)
         self.timings["lower"] += time.perf_counter() - started
         cost = objective.seconds(choice) + copied_seconds(program)
         return Result(objective, program, Solution(tuple(choice), cost, 0.0, proven=False, method=method), memory)
