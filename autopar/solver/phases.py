@@ -333,7 +333,7 @@ class KnownChoice:
         if known is None:
             return
         state.incumbent.offer(known, self.name)
-        if state.incumbent.choice is not None and state.limited and Prices().applies(state):
+        if state.incumbent.choice is not None and Prices().applies(state):
             Prices().run(state)
 
 

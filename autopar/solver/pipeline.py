@@ -62,8 +62,8 @@ def solve(
         for choice in warm_starts:
             incumbent.offer(choice, "warm start")
         begin_part = partial(_begin_part, chosen)
-        state = State(incumbent, chosen, warm_starts, folding(problem), solve=solve, begin_part=begin_part)
-        state.fallback = fallback
+        tied = folding(problem)
+        state = State(incumbent, chosen, warm_starts, tied, solve=solve, begin_part=begin_part, fallback=fallback)
         run_phases(PHASES, state)
         return _solution(state)
 

@@ -127,12 +127,9 @@ class _Labeller:
     def _mostly_free(self, node: Node) -> bool:
         """Whether what is left to the solver is among the largest operands. The weights of experts, which scale their
         results, leave them as they are."""
-        sizes = {True: 0, False: 0}
-        for value in node.inputs:
-            if value not in self.flow.state:
-                free = self.labels.get(value) == FREE
-                sizes[free] = max(sizes[free], self.flow.graph.meta(value).numel)
-        return sizes[True] > 0 and sizes[True] >= sizes[False]
+        operands = [v for v in node.inputs if v not in self.flow.state]
+        sized = ((self.flow.graph.meta(v).numel, self.labels.get(v) == FREE) for v in operands)
+        return max(sized, default=(0, False))[1]
 
     def _inherited(self, node: Node) -> str | None:
         """Return the factor that most labelled operands ask for, the first among equals."""
