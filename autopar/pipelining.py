@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autopar import codegen, kernels, passes, planner
+from autopar import codegen, kernels, passes, planner, settings
 from autopar.arguments import as_mesh
 from autopar.emission import emitted, lowered
 from autopar.errors import InfeasibleError, InputError, MeshError, PlanError
@@ -28,7 +28,6 @@ from autopar.planner.pipeline.microbatches import OTHER_LOSS, MicroBatch, micro_
 from autopar.planner.pipeline.search import pipelines_by_hand, plan_pipeline
 from autopar.planner.pipeline.stages import Stage, cut, seams
 from autopar.planner.search.candidates import budget_bytes
-from autopar.planner.search.forms import LEAST_S
 from autopar.planning import MeshLike, capture_one_batch
 from autopar.plans import Plan
 from autopar.plans.pipeline import PipelinePlan
@@ -179,11 +178,11 @@ def _pipelines_that_may_pay(
         part = without_axis(Mesh((p, size // p), (AXIS, "0")), AXIS, cluster)[1]
         for mesh in candidate_meshes(size // p, part)[:INNER_MESHES]:
             left_s = ends - now()
-            if left_s < LEAST_S and least_s < math.inf:
+            if left_s < settings.LEAST_S and least_s < math.inf:
                 return
             axes = {AXIS: p} | {f"{i}": n for i, n in enumerate(mesh.shape) if size > p}
             shape = Mesh(tuple(axes.values()), tuple(axes))
-            each = dataclasses.replace(options, time_limit_s=max(left_s, LEAST_S))
+            each = dataclasses.replace(options, time_limit_s=max(left_s, settings.LEAST_S))
             with contextlib.suppress(InfeasibleError, PlanError, InputError):
                 made = pipeline_plan(capture, shape, cluster, each, 0.0, progress, cutoff_s=least_s)
                 least_s = min(least_s, made.step_time)

@@ -15,9 +15,9 @@ from autopar.errors import AutoparError
 from autopar.pipelines.request import as_pipeline
 from autopar.planner import Options
 from autopar.planner.ranges import as_ranges
-from autopar.planner.search.settings import TRAINING_STEPS
 from autopar.precision import as_precision
 from autopar.ranged import shapes_of
+from autopar.settings import TRAINING_STEPS
 from autopar.solver import solver_name
 from autopar.tracer.calls import Call
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar import kernels, planner
+from autopar import kernels, planner, settings
 from autopar.arguments import as_mesh
 from autopar.emission import emitted, lowered
 from autopar.errors import ConstraintError, InfeasibleError, MeshError, PlanError
@@ -27,7 +27,7 @@ from autopar.precision import computing_in, stored_dtype
 from autopar.ranged import carried_to, fitted, largest, over_range, resized
 from autopar.runtime.agreement import world_size
 from autopar.runtime.materialize import existing_dtensor
-from autopar.solver.clock import WORK_SHARE, limited, now
+from autopar.solver.clock import limited, now
 from autopar.spmd.placements import from_placements
 from autopar.structure import is_dense
 from autopar.tracer import Capture, ColoTracer
@@ -147,7 +147,7 @@ def planned_on_meshes(
     plans: list[tuple[Plan, Graph]] = []
     refused: list[InfeasibleError] = []
     with limited(options.time_limit_s):
-        ends, quickest = now() + WORK_SHARE * options.time_limit_s, 0.0
+        ends, quickest = now() + settings.WORK_SHARE * options.time_limit_s, 0.0
         # Those of fewer axes are searched sooner, and what they leave is for the others.
         for i, m in enumerate(sorted(meshes, key=lambda m: len(m.shape))):
             if i == 1:
@@ -156,7 +156,7 @@ def planned_on_meshes(
             work = (ends - began) / (len(meshes) - i)
             if work < quickest / 2:
                 break
-            each = dataclasses.replace(options, time_limit_s=work / WORK_SHARE)
+            each = dataclasses.replace(options, time_limit_s=work / settings.WORK_SHARE)
             try:
                 plans.append(search_on(capture, m, cluster, each, captured_s, progress))
             except InfeasibleError as error:

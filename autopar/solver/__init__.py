@@ -3,7 +3,7 @@
 from autopar.repetition import Run, shift_of
 from autopar.solver.blocks.folding import fold
 from autopar.solver.blocks.parts import Tied
-from autopar.solver.blocks.repetition import MIN_COPIES, find_runs
+from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.dual.planes import highest_point
 from autopar.solver.integer.pulp_backend import solver_name
 from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_least
@@ -24,7 +24,6 @@ from autopar.solver.problem import (
 from autopar.solver.reduce.incumbent import Fallback, Gap, gap_of
 
 __all__ = [
-    "MIN_COPIES",
     "NO_DUALS",
     "Duals",
     "Edge",

@@ -2,7 +2,7 @@
 
 Within a limit the clock tells counted work: what is done is counted, and has a price in seconds of the processor. So
 the same input is searched alike on every machine, however busy it is. The wall ends a search only where the limit is
-up there first. `WORK_SHARE` leaves a margin for that: a machine may be twice as slow as the prices say.
+up there first. ``settings.WORK_SHARE`` leaves a margin for that: a machine may be twice as slow as the prices say.
 
 ``with interruptible(): autopar.plan(...)`` is a plan that the first Ctrl-C ends, and the second one breaks off.
 """
@@ -17,16 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
+from autopar import settings
+
 AGES_S = 1e9
 
-STEADY_S = 0.2
-"""Before so much has gone nothing is said of the pace."""
-
-WORK_SHARE = 0.75
-"""Counted seconds of work that a search may take for a second of its time limit."""
-
-SLOWEST = 2.0
-"""Seconds on the wall for one of others' work: what takes longer than that may as well be left for what comes next."""
+A_LOOK = 100
+"""Nodes, or moves, between looks at the clock."""
 
 PRICES_S: Mapping[str, float] = {
     "decision": 20e-6,
@@ -99,7 +95,7 @@ class _Race:
         """Counted work, until the wall is at the limit: then at least that, so that every deadline has passed."""
         gone = self.gone()
         if _clock.ends_by_wall and self.limit_s - gone <= self.kept_back_s * min(
-            gone / max(self.worked_s, 1e-9), SLOWEST
+            gone / max(self.worked_s, 1e-9), settings.SLOWEST
         ):
             self.least_s = max(self.limit_s - self.kept_back_s, gone)
         return max(self.worked_s, self.least_s)
@@ -186,9 +182,9 @@ def on_the_wall(seconds: float) -> float:
     if race is None:
         return seconds
     gone, spent = race.gone(), race.spent()
-    if spent < STEADY_S or spent >= gone:
+    if spent < settings.STEADY_S or spent >= gone:
         return seconds
-    return max(seconds, min(seconds * min(gone / spent, SLOWEST), race.limit_s - gone))
+    return max(seconds, min(seconds * min(gone / spent, settings.SLOWEST), race.limit_s - gone))
 
 
 def until_the_limit(seconds: float) -> float:

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar import settings
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver.blocks.folding import MARGIN, foldable
+from autopar.solver.blocks.folding import foldable
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.clock import now
@@ -18,16 +19,9 @@ from autopar.solver.dual.planes import highest_point
 from autopar.solver.problem import Array, Edge, Problem, Usage, UsagePrices, evaluate, peak_usage
 from autopar.solver.reduce.usage import UsageTable, with_usages_priced
 
-MOST_PRICINGS = 12
-PRICING_SHARE = 0.6
-"""Of the time, for choices by prices."""
-
-CLOSE = 1e-4
-"""Relative distance from the least peak at which a choice is taken for the smallest, where none is asked for."""
-
 
 def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = "auto") -> float:
-    """Bytes; the least to within ``CLOSE`` when the search ends in time, else a limit that is known to be enough.
+    """Bytes; the least to within a relative 1e-4 when the search ends in time, else a limit that is known to be enough.
 
     Where blocks repeat they choose alike: the limit is enough, and the least that equal blocks need.
 
@@ -43,7 +37,7 @@ def smallest_choice(
     *,
     backend: str = "auto",
     known: Sequence[Sequence[int]] = (),
-    gap: float = CLOSE,
+    gap: float = 1e-4,
 ) -> tuple[int, ...]:
     """A choice that ``minimum_limit`` is the peak usage of, to within ``gap``; none of the choices ``known`` has a
     smaller one.
@@ -54,7 +48,7 @@ def smallest_choice(
     runs = foldable(find_runs(problem))
     found = [tuple(c) for c in known]
     if runs:
-        tied = tie(take_apart(problem, runs, MARGIN))
+        tied = tie(take_apart(problem, runs, settings.FOLDED_MARGIN))
         with contextlib.suppress(InfeasibleError):
             # Blocks of a known choice may differ, so that there need be no choice of equal blocks like it.
             alike = [c for c in map(tied.project, found) if _is_allowed(tied.problem, c)]
@@ -75,7 +69,7 @@ def _smallest(
 
     deadline = now() + time_limit
     problem = _only_forbidden(problem)
-    choice, bound = _by_prices(problem, known, PRICING_SHARE * time_limit, backend, gap)
+    choice, bound = _by_prices(problem, known, settings.MAIN_SHARE * time_limit, backend, gap)
     low, peak = max(bound, sum_of_least(problem)), peak_usage(problem, choice)
     while peak > low * (1 + gap) and now() < deadline:
         limit = (low + peak) / 2
@@ -108,10 +102,16 @@ def _by_prices(
     if not len(table.times):
         return solve(replace(problem, usages=(), trusted=True), time_limit=seconds, backend=backend).choice, 0.0
     shares = best = np.full(len(table.times), 1 / len(table.times))
-    for _ in range(MOST_PRICINGS):
+    for _ in range(settings.ROUNDS):
         scale = max((float(p.max()) for p in planes), default=1.0) or 1.0
         priced = with_usages_priced(problem, UsagePrices(table.times.astype(float), shares / scale))
-        found = solve(priced, time_limit=max(deadline - now(), 0.5), backend=backend, gap=gap, warm_starts=choices[-2:])
+        found = solve(
+            priced,
+            time_limit=max(deadline - now(), settings.LEAST_S),
+            backend=backend,
+            gap=gap,
+            warm_starts=choices[-2:],
+        )
         choices.append(found.choice)
         planes.append(table.of(found.choice))
         if found.lower_bound * scale > bound:

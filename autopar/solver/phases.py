@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from autopar import settings
 from autopar.errors import InfeasibleError
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import BeginPart, solve_folded
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.dual import linear
-from autopar.solver.dual.ascent import SMALL_GAP, ascend, bar_superfluous_pairs, search_from
+from autopar.solver.dual.ascent import ascend, bar_superfluous_pairs, search_from
 from autopar.solver.dual.neighbourhood import improve_parts
 from autopar.solver.dual.search import Search
 from autopar.solver.integer import highs
 from autopar.solver.integer.ilp import (
-    MAX_USAGE_ENTRIES,
     IlpLimits,
     IlpResult,
     Model,
@@ -40,7 +40,6 @@ from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.greedy import greedy_choice
 from autopar.solver.reduce.incumbent import Fallback, Incumbent
 from autopar.solver.reduce.reductions import absorb_separable, drop_forbidden, reduce
-from autopar.solver.settings import PRICES, PROGRAMS
 
 
 @dataclass
@@ -105,7 +104,7 @@ class State:
 
     def may_search(self) -> bool:
         """Whether a search by prices has room: its messages hold the table of every edge, which edges here share."""
-        return bool(self.searched.nodes()) and sum(e.cost.size for e in self.problem.edges) <= PRICES.most_elements
+        return bool(self.searched.nodes()) and sum(e.cost.size for e in self.problem.edges) <= settings.TABLE
 
     def searching(self) -> PricedSearch:
         if self.search is None:
@@ -134,7 +133,6 @@ class Blocks:
     """The linear program of repeated blocks, where something is limited."""
 
     name: ClassVar[str] = "linear program of blocks"
-    share: float = 0.8
 
     def applies(self, state: State) -> bool:
         return state.tied is not None and state.backend == "highs" and state.limited
@@ -143,7 +141,7 @@ class Blocks:
         assert state.tied is not None
         state.use(self.name)
         try:
-            relax_blocks(state.incumbent, state.tied.parts, self.share * state.incumbent.time_limit)
+            relax_blocks(state.incumbent, state.tied.parts, (1 - settings.SIDE_SHARE) * state.incumbent.time_limit)
         except InfeasibleError:
             if state.incumbent.choice is None:
                 raise
@@ -188,10 +186,7 @@ class Folding:
         solve_folded(state.incumbent, state.tied, state.begin_part, state.size, linear=state.backend == "highs")
         if state.incumbent.choice is not None:
             pairs = sum(edge.cost.size for edge in state.problem.edges)
-            state.done = state.incumbent.seconds_left() <= 0 or pairs > self.most_pairs
-
-    most_pairs: int = 1_500_000
-    """Pairs of options up to which, after folding, every node is also looked at on its own."""
+            state.done = state.incumbent.seconds_left() <= 0 or pairs > settings.MAX_FLOWS
 
 
 @dataclass(frozen=True)
@@ -199,8 +194,6 @@ class Reduce:
     """Exact reductions, and what known choices are in the rest."""
 
     name: ClassVar[str] = "reductions"
-    share: float = 0.4
-    searching_share: float = 0.2
 
     def applies(self, state: State) -> bool:
         return True
@@ -211,10 +204,10 @@ class Reduce:
             drop_forbidden(graph)
         else:
             state.use(self.name)
-            latest = state.until(self.share)
-            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds() > latest, PROGRAMS.each))
+            latest = state.until(settings.PART_SHARE)
+            reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds() > latest, settings.EACH))
         # Where time is short, a first choice made better is all that there will be.
-        late = math.inf if state.limited else state.until(self.searching_share)
+        late = math.inf if state.limited else state.until(settings.SIDE_SHARE)
         if not state.limited and incumbent.choice is not None and not state.reduced:
             search_from(graph, graph.project(incumbent.choice), incumbent, "local search", pairs=False, until=late)
         for choice in state.warm_starts:
@@ -230,8 +223,6 @@ class Eliminate:
     """The optimum of what is left, where nothing is limited and tables over several nodes stay small."""
 
     name: ClassVar[str] = "elimination"
-    most_elements: float = 2e7
-    """Elements of all tables: message passing takes longer than these."""
 
     def applies(self, state: State) -> bool:
         return not len(state.graph.limits)
@@ -239,8 +230,8 @@ class Eliminate:
     def run(self, state: State) -> None:
         graph, incumbent = state.graph, state.incumbent
         factors, sizes = factors_of(graph), sizes_of(graph)
-        order = find_order([factor.scope for factor in factors], sizes, most=self.most_elements)
-        if order.elements > self.most_elements:
+        order = find_order([factor.scope for factor in factors], sizes, most=settings.ELIMINATION)
+        if order.elements > settings.ELIMINATION:
             return
         found = eliminate_all(factors, sizes, order, late=lambda: incumbent.seconds_left() < 0)
         if found is None:
@@ -259,19 +250,18 @@ class LinearProgram:
     """The linear program of what is left, where it is expected to end in a share of the time left."""
 
     name: ClassVar[str] = "linear program"
-    share: float = 0.2
 
     def applies(self, state: State) -> bool:
         graph = state.graph
         if not graph.nodes() or state.backend != "highs" or not (state.exact or not len(graph.limits)):
             return False
-        if usage_entries(graph) > MAX_USAGE_ENTRIES:
+        if usage_entries(graph) > settings.MAX_FLOWS:
             return False
-        return linear.expected_seconds(graph) <= self.share * state.incumbent.seconds_left()
+        return linear.expected_seconds(graph) <= settings.SIDE_SHARE * state.incumbent.seconds_left()
 
     def run(self, state: State) -> None:
         state.use(self.name)
-        state.relaxed = linear.relax(state.graph, state.incumbent, 0.6 * state.incumbent.seconds_left())
+        state.relaxed = linear.relax(state.graph, state.incumbent, settings.MAIN_SHARE * state.incumbent.seconds_left())
         state.done = state.incumbent.settled()
 
 
@@ -280,24 +270,15 @@ class Prices:
     """Prices of the limit, exact moves under them, and the parts of these that fit; without a limit, exact moves."""
 
     name: ClassVar[str] = "prices"
-    least_flows: int = 10_000
-    """Flows of an integer program up to which that is quicker."""
-
-    least_nodes: int = 1_000
-    """Nodes without a limit from which it is quicker than message passing, which visits them one by one: of Demucs with
-    19,448 nodes it left .3 % after 14 s and message passing 18 %; of 370 nodes of GPT-2 XL both left about as much."""
-
-    patience: float = 0.4
-    least_rounds: int = 20
-    progress: float = 0.05
-    """It ends when less than ``progress`` of the gap was closed in a share of its time, and in some rounds."""
+    patience: float = settings.IDLE_SHARE
+    """It ends when hardly anything of the gap was closed in this share of its time, and in some rounds."""
 
     def applies(self, state: State) -> bool:
         if not state.limited:
-            return not state.relaxed and len(state.graph.nodes()) >= self.least_nodes and state.may_search()
+            return not state.relaxed and len(state.graph.nodes()) >= settings.SMALL and state.may_search()
         if not state.may_search() or not len(state.plain.limits):
             return False
-        return not state.relaxed or not is_small(state.graph, self.least_flows)
+        return not state.relaxed or not is_small(state.graph, settings.FLOWS)
 
     def run(self, state: State) -> None:
         state.use(self.name)
@@ -308,9 +289,9 @@ class Prices:
         def enough() -> bool:
             nonlocal since, gap, rounds
             now, left = incumbent.seconds(), incumbent.objective - incumbent.bound()
-            if left < (1 - self.progress) * gap:
+            if left < (1 - settings.ROUGH) * gap:
                 since, gap, rounds = now, left, search.rounds
-            stalled = search.rounds - rounds > self.least_rounds and now - since > self.patience * (now - began)
+            stalled = search.rounds - rounds > settings.PATIENCE and now - since > self.patience * (now - began)
             return stalled or incumbent.proven() or incumbent.seconds_left() <= 0
 
         search.first()
@@ -342,16 +323,13 @@ class Messages:
     """Message passing and reductions in turns, each for a share of the time left."""
 
     name: ClassVar[str] = "message passing"
-    rounds: int = 4
-    sweeps: int = 200
-    share: float = 0.25
 
     def applies(self, state: State) -> bool:
         return not state.relaxed and bool(state.graph.nodes())
 
     def run(self, state: State) -> None:
         graph, incumbent = state.graph, state.incumbent
-        for _ in range(self.rounds):
+        while True:
             if incumbent.seconds_left() < 0:
                 state.done = True
                 return
@@ -361,18 +339,18 @@ class Messages:
                 return
             before = graph.size()
             prices = incumbent.usage_prices.at(graph.times)
-            deadline = state.until(self.share if state.exact else 0.9)
+            deadline = state.until(settings.SIDE_SHARE if state.exact else 1 - settings.SMALL_SHARE)
             state.messages = ascend(
-                graph, incumbent, self.sweeps, prices, deadline, choice_only=not state.exact, known=state.messages
+                graph, incumbent, prices, deadline, choice_only=not state.exact, known=state.messages
             )
             state.use(self.name)
             if incumbent.proven() or incumbent.seconds_left() < 0:
                 state.done = True
                 return
-            if not state.exact and relative_gap(incumbent.objective, incumbent.bound()) < SMALL_GAP:
+            if not state.exact and relative_gap(incumbent.objective, incumbent.bound()) < settings.NEAR:
                 return
-            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds_left() < 0))
-            if graph.size()[1] > 0.9 * before[1]:
+            reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds_left() < 0))
+            if graph.size()[1] > (1 - settings.SAVED) * before[1]:
                 break
 
 
@@ -381,7 +359,6 @@ class Prove:
     """What is left when superfluous pairs are barred too: by elimination, or as an integer program."""
 
     name: ClassVar[str] = "integer program"
-    most_elements: float = 2e8
 
     def applies(self, state: State) -> bool:
         return state.exact
@@ -390,20 +367,20 @@ class Prove:
         graph, incumbent = state.graph, state.incumbent
         if incumbent.choice is not None and graph.nodes():
             bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times), state.messages)
-            reduce(graph, WorkBudget(PROGRAMS.work, lambda: incumbent.seconds_left() < 0))
+            reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds_left() < 0))
         state.size.update(_sizes("reduced_", graph))
         if not graph.nodes():
             _finish(state)
             return
-        narrow = Eliminate(self.most_elements)
+        narrow = Eliminate()
         if incumbent.seconds_left() >= 0 and narrow.applies(state):
             narrow.run(state)
         if state.done or incumbent.seconds_left() < 0 or (is_slow(graph) and incumbent.refused()):
             state.done = True
             return
-        most = PROGRAMS.flows_a_second * max(incumbent.seconds_left(), 0.0)
+        most = settings.FLOWS_A_SECOND * max(incumbent.seconds_left(), 0.0)
         if len(graph.limits):
-            most = min(most, PROGRAMS.most_limited_flows)
+            most = min(most, settings.FLOWS)
         if not is_small(graph, int(most)):
             return
         state.done = True

@@ -22,6 +22,9 @@ from autopar.solver.clock import tick
 Array: TypeAlias = npt.NDArray[np.float64]
 IndexArray: TypeAlias = npt.NDArray[np.int64]
 
+BARRED = 1e30
+"""Stands for a forbidden pair while choices are compared, so that comparisons among bad options mean something."""
+
 USAGE_TOLERANCE = 1e-9
 """Usage may exceed the limit by this share of it: sums of floats in another order differ by so much."""
 

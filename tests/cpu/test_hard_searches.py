@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.errors import InfeasibleError
-from autopar.planner.search.settings import TRAINING_STEPS
 from autopar.plans import Plan
+from autopar.settings import TRAINING_STEPS
 from autopar.solver.clock import only_counted
 from tests.cpu.model_checks import cluster_where_sharding_pays
 from tests.infeasible import smallest_budget

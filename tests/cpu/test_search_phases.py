@@ -15,7 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar import planner
+from autopar import planner, settings
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.holding import KEEP, RECOMPUTE
 from autopar.ir import Graph
@@ -23,7 +23,6 @@ from autopar.mesh import Cluster, Mesh
 from autopar.planner import Options
 from autopar.planner.memory import active_set
 from autopar.planner.search import search as searching
-from autopar.planner.search import settings
 from autopar.planner.search.phases import (
     Baselines,
     Free,
@@ -36,7 +35,6 @@ from autopar.planner.search.phases import (
     SmallestPeak,
 )
 from autopar.planner.search.search import JOINT
-from autopar.planner.search.settings import LEAST_S
 from autopar.planner.search.state import Result, Search, SearchState
 from autopar.planner.search.two_stage import Open, axes_as_one, sharded_as
 from autopar.solver.clock import now, only_counted
@@ -147,7 +145,7 @@ def test_a_first_plan_comes_from_known_shardings_and_is_decent(name: str, mesh: 
 def test_the_search_ends_when_a_run_gains_less_than_it_costs() -> None:
     """So a plan for few steps takes no more work, and says how far from the bound it is. But for the first second."""
     few, many = (planned("gpt2", (2, 2), 0.35, training_steps=steps, gap=1e-6) for steps in (1.0, 500_000))
-    assert LEAST_S <= few.trace[-1].work < many.trace[-1].work
+    assert settings.LEAST_S <= few.trace[-1].work < many.trace[-1].work
     assert few.solution.objective >= many.solution.objective
     assert few.memory.peak_bytes <= 0.35 * free_peak("gpt2", (2, 2))
 
@@ -366,7 +364,7 @@ class KnownWay:
 
 @pytest.mark.parametrize(
     ("late_s", "looked_at"),
-    [(-LONG, ["cheap and quick", "quick"]), (searching.LATE_S, ["cheap and quick"]), (LONG, [])],
+    [(-LONG, ["cheap and quick", "quick"]), (settings.LEAST_S, ["cheap and quick"]), (LONG, [])],
 )
 def test_known_ways_are_compared_for_some_time_until_one_may_be_quicker(late_s: float, looked_at: list[str]) -> None:
     """The search's own plan costs .74 s and takes .79 s."""

@@ -12,8 +12,8 @@ from autopar.mesh import Mesh
 from autopar.planner import Options
 from autopar.planner.baselines.roles import baselines
 from autopar.planner.search import candidates
-from autopar.planner.search.settings import KNOWN_GAP, KNOWN_WAYS_TIMES, NEARLY_FITS
 from autopar.planner.search.state import Search
+from autopar.settings import KNOWN_WAYS_TIMES, NEAR, NEARLY
 from autopar.solver import Gap
 
 
@@ -44,7 +44,7 @@ def test_one_that_is_a_little_too_large_fits_where_its_arranged_program_does(arr
 
 
 def test_one_that_is_much_too_large_is_not_arranged() -> None:
-    assert not fits(100, 100 * NEARLY_FITS + 1, None)
+    assert not fits(100, 100 * NEARLY + 1, None)
 
 
 def gaps_of(costs: Sequence[float], monkeypatch: pytest.MonkeyPatch, *, compare: bool = False) -> list[float]:
@@ -65,7 +65,7 @@ def gaps_of(costs: Sequence[float], monkeypatch: pytest.MonkeyPatch, *, compare:
 def test_dear_baselines_are_solved_only_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
     first, near, dear, too_dear = gaps_of([2.0, 2.1, 4.0, 100.0], monkeypatch)
     assert first == near == 1e-4
-    assert dear == KNOWN_GAP
+    assert dear == NEAR
     assert (1 - too_dear) * 100.0 == pytest.approx(KNOWN_WAYS_TIMES * 2.0)
 
 

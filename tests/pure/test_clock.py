@@ -7,10 +7,10 @@ from threading import Thread
 
 import pytest
 
+from autopar import settings
 from autopar.solver import clock
 from autopar.solver.clock import (
     PRICES_S,
-    SLOWEST,
     counted,
     keep_back,
     late_after,
@@ -127,7 +127,7 @@ def test_what_others_solve_has_as_long_as_they_need_at_this_pace(machine: Machin
         assert on_the_wall(40.0) == pytest.approx(50.0)  # what is left of the limit
     with limited(1e4):
         machine.work(1.0, 0.1)
-        assert on_the_wall(3.0) == pytest.approx(3.0 * SLOWEST)
+        assert on_the_wall(3.0) == pytest.approx(3.0 * settings.SLOWEST)
 
 
 def test_what_looks_at_this_clock_itself_has_what_is_left(machine: Machine) -> None:

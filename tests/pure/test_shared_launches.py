@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from autopar import settings
 from autopar.planner import Options
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.search.candidates import Candidate, baseline_candidates
 from autopar.planner.search.search import JOINT, run_phases
-from autopar.planner.search.shared_launches import LEAST_LAUNCHED, share_of_launches, sharing_launches
+from autopar.planner.search.shared_launches import share_of_launches, sharing_launches
 from autopar.planner.search.state import SearchState
 from tests.pure.searches import search_for
 from tests.pure.test_objective import objective, whole
@@ -41,7 +42,7 @@ def searched(asked: Objective, baseline: Candidate, budget: float) -> list[Candi
 
 def test_with_its_share_of_launches_a_plan_costs_what_its_step_takes(asked: Objective, data_parallel: Candidate):
     launched = share_of_launches(data_parallel, asked.prices)
-    assert LEAST_LAUNCHED < launched < 1
+    assert settings.NEAR < launched < 1
     shared = Objective(asked.decisions, asked.prices, launched)
     assert shared.seconds(data_parallel.solution.choice) == pytest.approx(data_parallel.timeline.seconds)
 

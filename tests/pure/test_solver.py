@@ -14,7 +14,6 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.solver import Edge, Problem, Solution, Usage, evaluate, minimum_limit, peak_usage, solve
 from autopar.solver.clock import only_counted
 from autopar.solver.integer import highs as highs_backend
-from autopar.solver.settings import PartSettings, ProgramSettings
 from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 
@@ -135,8 +134,8 @@ def test_warm_start_is_never_lost() -> None:
 
 
 def test_a_problem_too_large_for_the_ilp_still_improves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.solver.phases.PROGRAMS", ProgramSettings(most_limited_flows=10))
-    monkeypatch.setattr("autopar.solver.dual.neighbourhood.PARTS", PartSettings(most_pairs=300))
+    monkeypatch.setattr("autopar.settings.FLOWS", 10)
+    monkeypatch.setattr("autopar.settings.PART_PAIRS", 300)
     problem = hard_problem(30, 5, limit_share=0.5)
     with only_counted():
         solution = solve(problem, time_limit=2.0)

@@ -15,7 +15,6 @@ from autopar.solver import evaluate
 from autopar.solver.blocks import blocks_linear
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import fold
-from autopar.solver.dual import linear, nearest
 from autopar.solver.integer import highs
 from autopar.solver.integer.basis import carried
 from autopar.solver.integer.ilp import build
@@ -119,9 +118,9 @@ def test_the_options_of_a_known_choice_are_enough(seed: int, monkeypatch: pytest
     incumbent, tied = Incumbent(problem, 60.0, 1e-9, None), fold(problem)
     assert tied is not None
     incumbent.offer(best.choice, "known")
-    monkeypatch.setattr(linear, "MANY_FLOWS", -1)
-    monkeypatch.setattr(nearest, "SHARE", 0.0)
-    monkeypatch.setattr(nearest, "ROUNDS", 1)
+    monkeypatch.setattr("autopar.settings.MANY_FLOWS", -1)
+    monkeypatch.setattr("autopar.settings.NEAREST", 0.0)
+    monkeypatch.setattr("autopar.settings.FEW", 1)
     relax_blocks(incumbent, tied.parts, 60.0)
     assert -math.inf < incumbent.expected <= best.objective * (1 + 1e-7) + 1e-9
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import InfeasibleError
+from autopar.settings import NEAR
 from autopar.solver import Edge, Problem, Usage, peak_usage, solve
 from autopar.solver.dual import linear
 from autopar.solver.integer import highs, ilp
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
-from autopar.solver.reduce.incumbent import NEAR_GAP, Incumbent
+from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import reduce
-from autopar.solver.settings import ProgramSettings
 from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
 
@@ -82,7 +82,7 @@ def test_a_slow_proof_is_not_begun_for_a_choice_that_is_refused(
     problem, asked = knapsack(), []
     best = solve(problem, gap=1e-9)
     assert best.proven
-    monkeypatch.setattr(ilp, "PROGRAMS", ProgramSettings(flows_a_second=0 if slow else 10**9))
+    monkeypatch.setattr("autopar.settings.FLOWS_A_SECOND", 0 if slow else 10**9)
 
     def is_refused(choice: Sequence[int]) -> bool:
         asked.append(choice)
@@ -95,7 +95,7 @@ def test_a_slow_proof_is_not_begun_for_a_choice_that_is_refused(
     assert found.lower_bound <= best.objective * (1 + 1e-9) <= found.objective * (1 + 2e-9)
     if slow and refuses:
         assert found.choice == asked[-1]
-        assert found.objective <= (1 + 2 * NEAR_GAP) * found.lower_bound
+        assert found.objective <= (1 + 2 * NEAR) * found.lower_bound
     else:
         assert found.objective == pytest.approx(best.objective)
 
@@ -120,7 +120,7 @@ def test_an_integer_program_is_begun_only_where_its_root_is_expected_to_end(
         return solve_highs(*given)
 
     monkeypatch.setattr(highs, "solve_highs", begin)
-    monkeypatch.setattr(highs, "root_seconds", lambda entries: 0.0 if in_time else 30.0 * linear.OVERRUN)
+    monkeypatch.setattr(highs, "root_seconds", lambda entries: 0.0 if in_time else 60.0)
     problem = knapsack()
     graph, incumbent = Graph(problem), Incumbent(problem, 30.0, 1e-9, None)
     linear.relax(graph, incumbent, 30.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Problem, Solution, evaluate, solve
-from autopar.solver.dual import linear, nearest
+from autopar.solver.dual import nearest
 from autopar.solver.dual.nearest import Relaxed, relax_nearest
 from autopar.solver.integer import highs
 from autopar.solver.integer.equations import coupled, paid
@@ -34,7 +34,7 @@ FOREVER_S = 60.0
 @pytest.fixture
 def every_program_has_many_columns() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "MANY_FLOWS", -1)
+        patch.setattr("autopar.settings.MANY_FLOWS", -1)
         yield
 
 
@@ -63,7 +63,7 @@ def test_the_bound_holds_and_the_optimum_is_no_better_than_with_all_columns(prob
         return
     graph, best = asked
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nearest, "SHARE", share)
+        patch.setattr("autopar.settings.NEAREST", share)
         found = relaxed(graph)
     if found is None:
         assert share < 1.0, "with all options there is a choice"
@@ -92,7 +92,7 @@ def test_a_known_choice_is_in_every_program(problem: Problem) -> None:
         return
     graph, best = asked
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nearest, "SHARE", 0.0)
+        patch.setattr("autopar.settings.NEAREST", 0.0)
         found = relaxed(graph, taken=[graph.project(best.choice)])
     assert found is not None
     assert found.optimum <= best.objective * (1 + 1e-7) + 1e-9
@@ -127,7 +127,7 @@ def test_what_is_dearer_is_so_beside_the_bound_that_is_told(problem: Problem) ->
 @given(problems(limited=True))
 def test_solving_by_them_gives_an_allowed_choice_and_a_bound(problem: Problem) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "MANY_FLOWS", -1)
+        patch.setattr("autopar.settings.MANY_FLOWS", -1)
         try:
             found = solve(problem, gap=1e-3)
         except InfeasibleError:

@@ -22,7 +22,6 @@ from autopar.solver.priced.search import PricedSearch
 from autopar.solver.problem import IndexArray
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
-from autopar.solver.settings import PriceSettings
 from benchmarks.planted import planted
 from tests.brute_force import brute_force
 from tests.pure.solver_problems import problems
@@ -179,7 +178,7 @@ def test_where_nothing_is_found_a_fallback_is_the_worst_that_is_found(monkeypatc
     problem, _ = planted(300, options=6, hubs=1, seed=1)
     good = solve(problem, time_limit=5.0).choice
     monkeypatch.setattr(PricedSearch, "_repair", lambda *_: None)
-    monkeypatch.setattr("autopar.solver.priced.search.PRICES", PriceSettings(first_factors=()))
+    monkeypatch.setattr("autopar.settings.REPAIR_ROUNDS", 1)
     with pytest.raises(SolverError):
         solve(problem, time_limit=0.0)
     found = solve(problem, time_limit=0.0, fallback=lambda: good)
@@ -258,7 +257,7 @@ def test_without_room_for_the_tables_of_all_edges_other_phases_find_a_choice(mon
     solve(problem, time_limit=2.0)
     assert made
     made.clear()
-    monkeypatch.setattr("autopar.solver.phases.PRICES", PriceSettings(most_elements=10))
+    monkeypatch.setattr("autopar.settings.TABLE", 10)
     solution = solve(problem, time_limit=2.0)
     assert not made
     assert evaluate(problem, solution.choice) == (solution.objective, True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from autopar import settings
 from autopar.cost_models import CollectiveCosts
 from autopar.errors import AutoparError, InfeasibleError, PlanError, Shortfall
 from autopar.ir import Graph, Value
@@ -51,11 +52,10 @@ from autopar.planner.problem.constraints import resolve, those_that_apply
 from autopar.planner.schedule.timeline import simulate_streams
 from autopar.planner.search.candidates import Candidate, budget_bytes
 from autopar.planner.search.fitting import scheduled
-from autopar.planner.search.forms import LEAST_S, for_kernels, plan_forms
+from autopar.planner.search.forms import for_kernels, plan_forms
 from autopar.planner.search.infeasible import bytes_text
 from autopar.planner.search.phases import Free, Given, Phase
 from autopar.planner.search.search import Planned, plan_graph
-from autopar.planner.search.settings import ROUND_SHARE
 from autopar.planner.search.state import Progress
 from autopar.solver.clock import limited, now
 
@@ -480,7 +480,7 @@ class _PipelineSearch:
         least = sys.maxsize
         before: list[_Staged] = []
         for _ in range(ROUNDS):
-            before = self._within(d, room, now() + ROUND_SHARE * max(ends - now(), 0.0), before)
+            before = self._within(d, room, now() + settings.MAIN_SHARE * max(ends - now(), 0.0), before)
             found = self._result(d, [each.stage for each in before], [each.held for each in before])
             least = min(least, max(found.peaks))
             if least <= self.budget:
@@ -515,7 +515,7 @@ class _PipelineSearch:
             options = replace(
                 self._stage_options(m, flying[s]),
                 memory_budget_bytes=int(room.left_for(s)),
-                time_limit_s=max(ends - now(), LEAST_S),
+                time_limit_s=max(ends - now(), settings.LEAST_S),
                 constraints={
                     **those_that_apply(summing.graph, self.options.constraints, self.options.aliases),
                     **tied,
@@ -604,7 +604,7 @@ class _PipelineSearch:
             if _fits(with_room, options) and with_room.timeline.seconds < plans[0].timeline.seconds:
                 plans.insert(0, with_room)
                 learn(with_room, options)
-        if plans and (plans[0].timeline.seconds <= NEARLY * least_s or now() >= ends - LEAST_S):
+        if plans and (plans[0].timeline.seconds <= NEARLY * least_s or now() >= ends - settings.LEAST_S):
             return plans[0]
         given: Mapping[type[Phase], Phase] = {Free: Given(Known(whole.planned, whole.like).still)}
         ways: list[tuple[Options, Mapping[type[Phase], Phase]]] = [(tight, given), (options, given), (options, {})]

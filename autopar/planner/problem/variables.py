@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from autopar import settings
 from autopar.holding import Action
 from autopar.ir import Graph, Node, Output, Phase, TensorMeta, Value
 from autopar.mesh import Mesh
@@ -16,7 +17,6 @@ from autopar.planner.graphs.kernel_patterns import inner_values
 from autopar.planner.memo import Memo
 from autopar.repetition import shift_of
 from autopar.sharding import ShardingSpec, Strategy
-from autopar.solver import MIN_COPIES
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Decisions:
     @cached_property
     def shift(self) -> Mapping[int, int]:
         """The variables of equal layers that may be worth folding, and their likes one layer further on."""
-        shift = shift_of(run for run in self.graph.repetition.runs if len(run.copies) >= MIN_COPIES)
+        shift = shift_of(run for run in self.graph.repetition.runs if len(run.copies) >= settings.FOLDED_LEAST)
         likes = {self.graph.nodes[a].name: self.graph.nodes[b].name for a, b in shift.items()}
         keys = (likes.get(v.about, "") + v.key.removeprefix(v.about) for v in self.variables)
         return {at: self.index[key] for at, key in enumerate(keys) if key in self.index}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from autopar import settings
 from autopar.ir import Graph
 from autopar.mesh import Cluster
 from autopar.planner.baselines.roles import restricted_choices
@@ -21,20 +22,11 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.decide import Decisions
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.timeline import Timeline, simulate_streams
-from autopar.planner.search import settings
 from autopar.plans.records import BaselineRecord
 from autopar.program import Program
 from autopar.solver import Solution
 from autopar.solver.clock import now
 from autopar.solver.problem import USAGE_TOLERANCE
-
-SHARE_OF_TIME = 0.3
-"""All baselines together take at most this share of the time limit; those that are left then are not compared. It is
-far more than they need, so that what is compared does not hang on the clock."""
-
-ARRANGING_SHARE = 0.2
-LEAST_ARRANGING_S = 0.5
-"""Of the time limit, and at least, for the collectives of one program."""
 
 
 def budget_bytes(cluster: Cluster, options: Options) -> float:
@@ -135,7 +127,7 @@ class Candidate:
 
 
 def _arranged_by(options: Options) -> float:
-    return now() + max(options.time_limit_s * ARRANGING_SHARE, LEAST_ARRANGING_S)
+    return now() + max(options.time_limit_s * settings.SIDE_SHARE, settings.LEAST_S)
 
 
 @dataclass(frozen=True)
@@ -238,7 +230,7 @@ def baseline_candidates(objective: Objective, options: Options, only: str | None
     """Every baseline that applies to this graph and mesh, completed as cheaply as it can be without a budget.
 
     Those near the cheapest are solved to the requested gap, and so are all if all are compared. Dearer ones are solved
-    to ``KNOWN_GAP``, and no further once their bound shows that they cost too much to be considered.
+    to ``NEAR``, and no further once their bound shows that they cost too much to be considered.
     """
     started, found = now(), list[BaselineCandidate]()
 
@@ -246,16 +238,16 @@ def baseline_candidates(objective: Objective, options: Options, only: str | None
     def usages() -> MemoryUsages:
         return MemoryUsages.of(objective.decisions, options, objective.prices.decomposition.may_gain)
 
-    allowed_s = options.time_limit_s * (SHARE_OF_TIME if only is None else 1.0)
+    allowed_s = options.time_limit_s * (settings.SIDE_SHARE if only is None else 1.0)
 
     def gap(cost: float) -> float:
         cheapest = min((b.objective for b in found), default=math.inf)
-        if options.compare or cost <= max(settings.HOPELESS) * cheapest:
+        if options.compare or cost <= settings.NEARLY * cheapest:
             return options.gap
-        return max(options.gap, settings.KNOWN_GAP, 1 - settings.KNOWN_WAYS_TIMES * cheapest / cost)
+        return max(options.gap, settings.NEAR, 1 - settings.KNOWN_WAYS_TIMES * cheapest / cost)
 
     choices = restricted_choices(
-        objective, time_limit=max(allowed_s / 4, 0.5), backend=options.solver, gap=gap, only=only
+        objective, time_limit=max(allowed_s / 4, settings.LEAST_S), backend=options.solver, gap=gap, only=only
     )
     for baseline, choice in choices:
         found.append(BaselineCandidate(baseline.name, objective, options, choice, objective.seconds(choice), usages))
@@ -266,6 +258,6 @@ def baseline_candidates(objective: Objective, options: Options, only: str | None
 
 def seed(objective: Objective, options: Options, name: str) -> tuple[tuple[int, ...], ...]:
     """The choice of one baseline in a problem of other variables, to begin a search with."""
-    limit = max(options.time_limit_s * SHARE_OF_TIME / 4, 0.5)
+    limit = max(options.time_limit_s * settings.SIDE_SHARE / 4, settings.LEAST_S)
     choices = restricted_choices(objective, time_limit=limit, backend=options.solver, gap=options.gap, only=name)
     return tuple(choice for _, choice in choices)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from autopar import settings
 from autopar.ir import Graph
 from autopar.planner.memory.exact import MemoryProfile, profile
 from autopar.planner.options import Options
@@ -24,9 +25,6 @@ from autopar.planner.schedule.copied_parts import with_parts_copied
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.waits import between, wait_sooner
 from autopar.program import Op, Program
-
-ROUNDS = 6
-"""What gives way at one moment may be in the way at another."""
 
 
 def scheduled(
@@ -46,7 +44,7 @@ def fitted(
     # The constraints of one device hold a view as its whole, and its bound is a proof.
     if prices.mesh.size > 1:
         ways.insert(0, partial(with_parts_copied, prices=prices))
-    for _ in range(ROUNDS):
+    for _ in range(settings.ROUNDS):  # what gives way at one moment may be in the way at another
         before = program
         for give_way in ways:
             if memory.peak_bytes <= budget:

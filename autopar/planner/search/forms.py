@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar import settings
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.ir import Graph
 from autopar.mesh import Cluster, Mesh
@@ -30,9 +31,7 @@ from autopar.planner.search.phases import Phase, Reruns
 from autopar.planner.search.search import Planned, plan_graph
 from autopar.planner.search.state import Progress, Search, SearchState
 from autopar.program import Program
-from autopar.solver.clock import WORK_SHARE, limited, now
-
-LEAST_S = 1.0
+from autopar.solver.clock import limited, now
 
 ALL = 0
 """Logits beyond which a loss is taken in chunks where the plan is for a range of sizes."""
@@ -98,7 +97,7 @@ class OtherForm:
         return state.best is None
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
-        cost = self.plan(max((until - now()) / 2, LEAST_S) / WORK_SHARE)
+        cost = self.plan(max((until - now()) / 2, settings.LEAST_S) / settings.WORK_SHARE)
         return replace(state, cutoff=min(state.cutoff, cost))
 
 

@@ -14,12 +14,12 @@ from functools import partial
 from operator import itemgetter
 from typing import Protocol, runtime_checkable
 
+from autopar import settings
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.transfers import forward_seconds
 from autopar.planner.problem.variables import Decisions
-from autopar.planner.search import settings
 from autopar.planner.search.candidates import Candidate
 from autopar.planner.search.rounds import (
     constrained,
@@ -71,13 +71,13 @@ class Free:
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         tight = bool(search.baselines) and search.fitting_way is None
         began = now()
-        enough = until if search.budget == math.inf else began + settings.FREE_SHARE * (until - began)
+        enough = until if search.budget == math.inf else began + settings.PART_SHARE * (until - began)
         seeds = (*_choices(state.best, search.objective), *(b.choice for b in search.baselines))
         gap = state.wanted_gap(search)
-        coarse_at = began + settings.FREE_FINE_SHARE * (until - began)
+        coarse_at = began + settings.SMALL_SHARE * (until - began)
 
         def coarser(_: float) -> float:
-            return max(gap, settings.FREE_GAP) if tight and now() > coarse_at else gap
+            return max(gap, settings.NEAR) if tight and now() > coarse_at else gap
 
         def longer(best: Choice) -> float:
             """What fits is the plan, so nothing else has to be looked for."""
@@ -89,7 +89,7 @@ class Free:
             search, state, objective, None, math.inf, enough, seeds=seeds, gap=coarser, longer=longer
         )
         bound = free.solution.lower_bound
-        if search.budget < free.memory.peak_bytes <= settings.NEARLY_FITS * search.budget:
+        if search.budget < free.memory.peak_bytes <= settings.NEARLY * search.budget:
             free = _arranged(search, free)
         state = replace(state, free=free, free_s=now() - began, bound=max(bound, state.bound))
         state = replace(state, hideable_s=forward_seconds(free.program))
@@ -122,7 +122,7 @@ class Given:
         still = self.still(objective.decisions)
         if still is None:
             return state
-        solved = solve_open(objective.problem(), still, until - began, options.solver, settings.KNOWN_GAP)
+        solved = solve_open(objective.problem(), still, until - began, options.solver, settings.NEAR)
         if solved is None or not math.isfinite(objective.seconds(solved.choice)):
             return state
         found = search.measure(objective, solved.choice, self.name, search.budget)
@@ -161,7 +161,7 @@ class Reruns:
         assert state.free is not None
         began = now()
         joint = Objective(search.with_reruns(), search.prices, within=search.objective.sections)
-        ties = len(joint.decisions.variables) >= settings.TIES_LEAST
+        ties = len(joint.decisions.variables) >= settings.SMALL
         joint.start_from(search.objective, state.free.solution.choice if ties else None)
         return replace(state, joint=joint, listed_s=now() - began)
 
@@ -211,7 +211,7 @@ def lean_first(
     least_s = _together(search, among)
     if among is not None and still is not None and least_s is not None:
         # Fully sharded ones are among them, so they count as lean. The best may cost less, by the gap.
-        ranked.append((lean, least_s / (1 + settings.KNOWN_GAP), lambda: (least_s, still)))
+        ranked.append((lean, least_s / (1 + settings.NEAR), lambda: (least_s, still)))
         # A known sharding that takes the axes as one need not be tried by itself.
         known = [k for k in known if not all(o in options for o, options in zip(k[2], among, strict=True))]
     ranked += [(max(peak, lean), cost, partial(sharded, choice)) for peak, cost, choice in known]
@@ -224,7 +224,7 @@ def _together(search: Search, among: Open | None) -> float | None:
     if among is None:
         return None
     until = max(search.ends, now())
-    found = solve_open_alike(search.objective, among, until, search.options, settings.KNOWN_GAP)
+    found = solve_open_alike(search.objective, among, until, search.options, settings.NEAR)
     return None if found is None else search.objective.seconds(found)
 
 
@@ -245,7 +245,7 @@ class KnownShardings:
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         assert state.joint is not None
-        enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.KNOWN_LEAST_S))
+        enough = min(until, now() + max(settings.KNOWN_TIMES * state.free_s, settings.LEAST_S))
         tried: set[tuple[object, ...]] = set()
         first_s = state.cost  # of layers that are recomputed, where no baseline fits: that is hardly decent
         for seconds, still in lean_first(search, state, only_free=self.only_free):
@@ -277,7 +277,7 @@ class KnownShardings:
                 state, _ = self._solved(search, state, still, tight, until, kept)
             return state
         mostly_used = 2 * (search.budget - found.memory.peak_bytes) < margin
-        takes_long = now() - began > settings.KNOWN_AGAIN * (search.ends - now())
+        takes_long = now() - began > settings.SMALL_SHARE * (search.ends - now())
         if mostly_used or takes_long or state.is_done(search) or now() > until:
             return state
         needed = wide.as_held(found.solution.choice, found.program, found.memory.timeline)
@@ -305,7 +305,7 @@ class KnownShardings:
             still,
             active,
             until,
-            gap=settings.REPAIR_GAP if self.only_free else settings.KNOWN_GAP,
+            gap=settings.REPAIR_GAP if self.only_free else settings.NEAR,
             method=self.name,
             boundaries=boundaries,
             known=known,
@@ -351,7 +351,7 @@ def layers_recomputed(search: Search, state: SearchState, until: float) -> Itera
     objective = state.joint
     assert objective is not None
     kept = search.boundaries(objective)
-    for _, still in itertools.islice(lean_first(search, state, together=False), settings.LAYERS_MOST):
+    for _, still in itertools.islice(lean_first(search, state, together=False), settings.FEW):
         way = recomputed(objective.decisions, still, kept)
         for among in dict.fromkeys((way, with_lean_sums(objective.decisions, way))):
             if now() > until:
@@ -363,7 +363,7 @@ def layers_recomputed(search: Search, state: SearchState, until: float) -> Itera
 
 def _recomputed(search: Search, objective: Objective, among: Open, until: float) -> Choice | None:
     """The cheapest choice ``among`` those that recompute layers."""
-    ask = partial(solve_open_alike, objective, among, until, search.options, settings.KNOWN_GAP)
+    ask = partial(solve_open_alike, objective, among, until, search.options, settings.NEAR)
     return search.memo.of("layers", (objective.decisions,), ask, among)
 
 
@@ -375,36 +375,32 @@ class Joint:
     Args:
         per_option: whether margins are set aside for single options, and the weights of paths are tried anew. That
             takes more rounds, and bars less.
-        share: of the work that is left.
-        least_gap: the relative gap of a plan that is left as it is.
     """
 
     per_option: bool = False
-    share: float = 0.9
-    least_gap: float = 0.0
     name: str = "joint"
 
     def applies(self, search: Search, state: SearchState) -> bool:
         if state.joint is None or state.is_done(search):
             return False
-        return math.isinf(state.cost) or state.cost - state.bound > self.least_gap * state.cost
+        least_gap = settings.NEAR if self.per_option else 0.0
+        return math.isinf(state.cost) or state.cost - state.bound > least_gap * state.cost
 
     def run(self, search: Search, state: SearchState, until: float) -> SearchState:
         objective = state.joint
         assert objective is not None
-        until = now() + self.share * (until - now())
         active = first_constraints(state, search, objective)
         if sum_of_least(constrained(search, state, objective, active, search.budget)) > search.budget:
             return state
         exposed, boundaries = 0, frozenset[int]()
         seeds = (*_choices(state.best, objective), *state.near)
         weigh, unequal = self.per_option, None
-        for _ in range(settings.PER_OPTION_ROUNDS if self.per_option else settings.JOINT_ROUNDS):
+        for _ in range(settings.ROUNDS):
             began, until = now(), min(until, state.worth_until(search))
             if until - began <= settings.LEAST_ROUND * state.round_s or state.is_done(search):
                 break
             gap = state.wanted_gap(search)
-            one = began + settings.ROUND_SHARE * (until - began)
+            one = began + settings.MAIN_SHARE * (until - began)
             reweigh = max(settings.REPAIR_GAP, gap) if weigh else None
             try:
                 found, state = solve_round(
@@ -430,13 +426,13 @@ class Joint:
                 state = replace(state, bound=max(state.bound, least_s))
             over = found.memory.peak_bytes - search.budget
             state = state.with_plan(search, found)
-            if over <= 0 and not weigh and found.cost - least_s > max(gap, settings.WEIGH_GAP) * found.cost:
+            if over <= 0 and not weigh and found.cost - least_s > max(gap, settings.NEAR) * found.cost:
                 weigh, seeds = True, (found.solution.choice, *seeds)
                 search.report("weights of the paths")
                 continue
             if over <= 0:
                 more, state = hides_more(search, state, active, found)
-                if not more or exposed == settings.EXPOSED_ROUNDS:
+                if not more or exposed == settings.FEW:
                     break
                 exposed += 1
                 search.report("transfers that cannot hide")
@@ -458,7 +454,7 @@ class Joint:
             if not tighter or (state.cost < math.inf and state.cost - least_s <= gap * state.cost):
                 break
             seeds = (found.solution.choice, *_choices(state.best, objective), *state.near)
-            few = not self.per_option and now() - began > FEW_ROUNDS_SHARE * (until - now())
+            few = not self.per_option and now() - began > settings.SIDE_SHARE * (until - now())
             unequal = active.equalise() if few else None
         return state
 
@@ -471,7 +467,7 @@ class Joint:
         decisions = objective.decisions
         still = tuple(sharded_as(decisions, found.solution.choice, decisions))
         undecided = sum(len(s or v.options) > 1 for s, v in zip(still, decisions.variables, strict=True))
-        if undecided > settings.MOST_UNREPEATED and objective.fold(objective.problem()) is None:
+        if undecided > settings.EXACT_MOST and objective.fold(objective.problem()) is None:
             return None
         return solve_with_shardings(
             search,
@@ -495,10 +491,6 @@ def _same_points(active: ActiveSet) -> ActiveSet:
     emptied = active.emptied()
     emptied.add_points(active.margins)
     return emptied
-
-
-FEW_ROUNDS_SHARE = 0.2
-"""Share of the work left: after a round that took more, margins become equal, since few rounds are left."""
 
 
 def _choices(best: Result | None, objective: Objective) -> tuple[Choice, ...]:
@@ -556,7 +548,7 @@ class SmallestPeak:
         search = replace(search, began=now())
         small = search.one_device and len(objective.decisions.variables) <= settings.EXACT_MOST
         began, exact = now(), checkpoints(search, state)
-        rows_until = began + (settings.CONSTRAINTS_SHARE if small else 1.0) * (until - began)
+        rows_until = began + (1 - settings.SIDE_SHARE if small else 1.0) * (until - began)
 
         begin = exact.smallest_by_rules() if search.one_device else None
 
@@ -564,7 +556,7 @@ class SmallestPeak:
             near = replace(fresh, near=(best.solution.choice,))
             return way.run(replace(search, budget=budget), near, rows_until).best
 
-        ways: list[Joint | KnownShardings] = [Joint(share=1.0, per_option=each) for each in (False, True)]
+        ways: list[Joint | KnownShardings] = [Joint(per_option=each) for each in (False, True)]
         if not search.one_device:
             ways.append(KnownShardings())
         within = [partial(by, way) for way in ways]

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from autopar import settings
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.memory.exact import profile
 from autopar.planner.options import Options
@@ -18,7 +19,6 @@ from autopar.planner.pricing.objective import MAX_SOLVES, Objective
 from autopar.planner.pricing.transfers import FORWARD_PARTS, exposed_seconds, host_usages
 from autopar.planner.problem.restricted import solve_alike, solve_sliced
 from autopar.planner.schedule.copied_parts import copied_seconds
-from autopar.planner.search import settings
 from autopar.planner.search.fitting import fitted
 from autopar.planner.search.offload_order import offloading_first
 from autopar.planner.search.state import Choice, Result, Search, SearchState
@@ -26,17 +26,8 @@ from autopar.planner.search.two_stage import Open
 from autopar.solver import NO_DUALS, Fallback, Gap, Problem, Solution, TraceEntry, peak_usage, relative_gap, solve
 from autopar.solver.clock import now
 
-MOST_SEEDS = 2
-"""Known choices to begin with, beside the best one, without a budget: which of them is cheaper hardly matters."""
-
-SOLVE_SHARE = 0.6
-"""Share of the work left for each of several weightings of the paths."""
-
 HOST_TIME = 10_000
 """Index of the constraints by which transfers hide: beyond those of memory, so that usage prices keep their times."""
-
-LEAST_S = 1.0
-"""Seconds that a problem with fixed shardings gets at least."""
 
 
 def constrained(
@@ -134,16 +125,16 @@ def _solve(
 
     def solve_from(problem: Problem, best: Sequence[Sequence[int]]) -> Solution:
         nonlocal duals, extended, last_s
-        begin = (*best, *(seeds if active else seeds[:MOST_SEEDS]))
+        begin = (*best, *(seeds if active else seeds[: settings.FEW]))
         problem = without_recomputing(objective, problem, boundaries)
         if active:
             problem, begin = active.extend(problem), tuple(map(active.extend_choice, begin))
             extended = problem
         began = now()
-        left_s = (until - began) * (1.0 if most == 1 else SOLVE_SHARE)
+        left_s = (until - began) * (1.0 if most == 1 else settings.MAIN_SHARE)
         found = solve(
             problem,
-            time_limit=max(left_s, LEAST_S),
+            time_limit=max(left_s, settings.LEAST_S),
             backend=search.options.solver,
             gap=ends,
             warm_starts=begin,
@@ -167,7 +158,7 @@ def _solve(
         nonlocal until
 
         def is_late() -> bool:
-            return SOLVE_SHARE * (until - now()) < settings.LEAST_ROUND * last_s
+            return settings.MAIN_SHARE * (until - now()) < settings.LEAST_ROUND * last_s
 
         if longer is not None and is_late():
             until = longer(best)
@@ -215,11 +206,11 @@ def solve_with_shardings(
     objective = state.joint
     assert objective is not None
     enough, found, unequal = search.ending_gap(gap), None, None
-    for left in range(settings.KNOWN_ROUNDS, 0, -1):
+    for left in range(settings.REPAIR_ROUNDS, 0, -1):
         problem = constrained(search, state, objective, active, search.budget)
         problem = active.extend(without_recomputing(objective, problem, boundaries))
         # A choice that is over the budget needs another round, however near the best it may be.
-        seconds = max((until - now()) * (settings.ROUND_SHARE if left > 1 else 1.0), LEAST_S)
+        seconds = max((until - now()) * (settings.MAIN_SHARE if left > 1 else 1.0), settings.LEAST_S)
         begin = None if known is None else active.extend_choice(known)
         instead = partial(_extended, active, fallback)
         solution = solve_open(problem, still, seconds, search.options.solver, enough, begin, instead)
@@ -276,7 +267,7 @@ def hides_more(search: Search, state: SearchState, active: ActiveSet, result: Re
     """Whether what a plan that fits sends leaves the step waiting, and constraints that let it hide are new: for copies
     to the host that find no time in the forward, and for what is fetched or gathered late since there is no room
     sooner."""
-    least = settings.EXPOSED_SHARE * result.cost
+    least = settings.NEAR * result.cost
     parts = FORWARD_PARTS if exposed_seconds(result.program) > least else 1
     tighter = False
     if result.early is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from autopar import settings
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.garbage import collected_later
 from autopar.ir import Graph
@@ -21,7 +22,6 @@ from autopar.planner.pricing.prices import Prices
 from autopar.planner.problem.constraints import resolve
 from autopar.planner.problem.decide import Decisions, decide
 from autopar.planner.schedule.timeline import Timeline
-from autopar.planner.search import settings
 from autopar.planner.search.candidates import (
     BaselineCandidate,
     Candidate,
@@ -48,7 +48,7 @@ from autopar.planner.search.state import Progress, Search, SearchState
 from autopar.plans.records import BaselineRecord, SearchRecord
 from autopar.program import Program
 from autopar.solver import Solution
-from autopar.solver.clock import WORK_SHARE, keep_back, limited, now
+from autopar.solver.clock import keep_back, limited, now
 from autopar.strategies import find_rule, missing_rule
 
 JOINT: tuple[Phase, ...] = (
@@ -60,7 +60,7 @@ JOINT: tuple[Phase, ...] = (
     KnownShardings(),
     Joint(),
     Exact(),
-    Joint(per_option=True, least_gap=5e-3),
+    Joint(per_option=True),
     SmallestPeak(),
 )
 TWO_STAGE: tuple[Phase, ...] = (
@@ -155,7 +155,7 @@ def _planned(
     ready_s = now() - began
 
     def emitting_s(limit_s: float) -> float:
-        return min(settings.EMITTING_TIMES * ready_s, settings.EMITTING_SHARE * WORK_SHARE * limit_s)
+        return min(settings.EMITTING_TIMES * ready_s, settings.SMALL_SHARE * settings.WORK_SHARE * limit_s)
 
     limits = _limits(options.time_limit_s)
     keep_back(emitting_s(limits[-1]))
@@ -211,7 +211,7 @@ def _searched(
             if state.is_done(search):
                 break
             state = state.with_more_time(shortest(search, state) if state.best is not None else None)
-        ends = search.began + WORK_SHARE * limit_s - emitting_s(limit_s)
+        ends = search.began + settings.WORK_SHARE * limit_s - emitting_s(limit_s)
         search = replace(search, options=replace(search.options, time_limit_s=limit_s), ends=ends)
         state = run_phases(search, state, phases)
     return search, state
@@ -250,15 +250,6 @@ def run_phases(search: Search, state: SearchState, phases: Sequence[Phase]) -> S
         if cost:
             search.report(f"{phase.name}: {cost * 1e3:.4g} ms, gap {1 - state.bound / cost:.2%}")
     return state
-
-
-FAR = 1.05
-"""Times the cost of another plan that the best step takes, from which that plan is looked at after the search's end.
-The cheapest two of a diffusion model (DDPM 256) within .8 of its peak waited for transfers a third of their steps."""
-
-LATE_S, LATEST_S = 1.0, 5.0
-"""So long after the search's end known ways to train are still looked at, the cheapest first: one may be better; and so
-long the first of them that may be quicker, and plans that may be much quicker."""
 
 
 def _compared(objective: Objective, options: Options) -> list[BaselineCandidate]:
@@ -322,7 +313,7 @@ def shortest(search: Search, state: SearchState) -> Candidate:
     best: Candidate | None = None
     for i, plan in enumerate(state.plans):
         if best is not None:
-            latest = search.ends + (LATEST_S if best.timeline.seconds > FAR * plan.cost else 0.0)
+            latest = search.ends + (settings.LATEST_S if best.timeline.seconds > settings.NEARLY * plan.cost else 0.0)
             if plan.cost >= best.timeline.seconds or (i > 1 and now() > latest):
                 break
         own = search.arranged(plan)
@@ -338,11 +329,11 @@ def _fitting(search: Search, step_s: float, cost: float = 0.0) -> Iterator[Candi
     if search.options.compare:
         yield from (baseline.candidate for baseline in search.baselines if search.fits(baseline))
         return
-    most_s = max(cost, settings.HOPELESS[search.objective.decisions.mesh.ndim > 1] * step_s)
+    most_s = max(cost, settings.NEARLY * step_s)
     known = False
     for baseline in search.baselines:
         cheaper = baseline.objective <= cost
-        late_s = LATE_S if known or baseline.objective > step_s else LATEST_S
+        late_s = settings.LEAST_S if known or baseline.objective > step_s else settings.LATEST_S
         is_late = now() > search.ends + late_s and "candidate" not in vars(baseline)
         if baseline.objective > most_s or is_late:
             continue

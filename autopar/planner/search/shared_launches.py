@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar import settings
 from autopar.planner.pricing.critical_paths import reduces
 from autopar.planner.pricing.objective import Objective
 from autopar.planner.pricing.prices import Prices
@@ -18,9 +19,6 @@ from autopar.planner.search.candidates import Candidate
 from autopar.planner.search.phases import Joint
 from autopar.planner.search.rounds import solve_round
 from autopar.planner.search.state import Search, SearchState
-
-LEAST_LAUNCHED = 0.01
-"""Share of a launch that counts at any rate: of equal steps the one of fewer reductions is taken."""
 
 
 def sharing_launches(search: Search, state: SearchState, baselines: Sequence[Candidate]) -> list[Candidate]:
@@ -57,4 +55,4 @@ def share_of_launches(candidate: Candidate, prices: Prices) -> float:
         seconds, _ = prices.hideable(d.variables[h.source], d.variables[h.target], h)
         launches_s += seconds.item(choice[h.source], choice[h.target]) / d.accumulation_steps
     shared_s = candidate.solution.objective - candidate.timeline.seconds
-    return min(max(1 - shared_s / launches_s, LEAST_LAUNCHED), 1.0) if launches_s else 1.0
+    return min(max(1 - shared_s / launches_s, settings.NEAR), 1.0) if launches_s else 1.0

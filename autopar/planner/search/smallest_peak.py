@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from autopar import settings
 from autopar.errors import InfeasibleError, SolverError
 from autopar.planner.memory.active_set import ActiveSet
 from autopar.planner.pricing.objective import Objective
@@ -14,21 +15,6 @@ from autopar.planner.search.rounds import constrained, solve_round
 from autopar.planner.search.state import Choice, Result, Search, SearchState
 from autopar.solver import peak_usage, smallest_choice
 from autopar.solver.clock import now
-
-MOST_S, LEAST_S, SHARE = 20.0, 0.5, 0.4
-"""Seconds of work at most and at least for one answer to how small the peak can be, and its share of the work left."""
-
-GAP, COST_GAP = 0.01, 0.3
-"""Relative gap of each of these answers, and of the cheapest choice near it."""
-
-NEARLY = 1.005
-"""Times the smallest peak within which the cheapest choice is taken: cheap ones hold little besides."""
-
-SMALLER = 0.99
-"""Share of the smallest peak so far that the next may hold."""
-
-IDLE_ROUNDS = 1
-"""Rounds in which nothing smaller is found, after which another way is tried."""
 
 Within = Callable[[Result, float], Result | None]
 """Finds a plan within so many bytes, from one that holds more; None where it finds none."""
@@ -93,7 +79,7 @@ def _by_constraints(
     constraints, idle = search.constraints(state.joint.decisions), 0
     if best is not None:
         _tighten(constraints, best, best)
-    while now() < until and idle <= IDLE_ROUNDS:
+    while now() < until and idle < settings.FEW:
         found, state = _near_smallest(search, state, constraints, best, until)
         if found is None:
             return
@@ -107,19 +93,19 @@ def _by_constraints(
 
 def _descending(find: Within, until: float, best: Result | None) -> Iterator[Result]:
     """Plans that each hold less than the last one: after each that is found about twice as much less."""
-    share = SMALLER
+    share = 1 - settings.NEAR
     while best is not None and now() < until:
         found = find(best, aim(best, share))
         if found is not None:
             yield (best := found)
             share *= share
-        elif share == SMALLER:
+        elif share == (1 - settings.NEAR):
             return
         else:
-            share = SMALLER
+            share = 1 - settings.NEAR
 
 
-def aim(best: Result, share: float = SMALLER) -> float:
+def aim(best: Result, share: float = (1 - settings.NEAR)) -> float:
     """Bytes that the next peak should not be above."""
     return min(_peak(best) * share, _peak(best) - 1)
 
@@ -130,7 +116,7 @@ def _tighten(constraints: ActiveSet, found: Result, best: Result) -> bool:
 
 
 def _seconds(until: float) -> float:
-    return min(max(SHARE * (until - now()), LEAST_S), MOST_S)
+    return max(settings.PART_SHARE * (until - now()), settings.LEAST_S)
 
 
 def _near_smallest(
@@ -148,7 +134,7 @@ def _near_smallest(
         _seconds(until),
         backend=search.options.solver,
         known=[constraints.extend_choice(c) for c in known],
-        gap=GAP,
+        gap=settings.NEAR,
     )
     own = constraints.restrict(choice)
     try:
@@ -157,10 +143,10 @@ def _near_smallest(
             state,
             objective,
             constraints,
-            peak_usage(problem, choice) * NEARLY,
+            peak_usage(problem, choice) * (1 + settings.NEAR),
             now() + _seconds(until),
             seeds=(own,),
-            gap=COST_GAP,
+            gap=settings.COST_GAP,
         )
     except (InfeasibleError, SolverError):
         rates, parts = search.prices.rates, state.hiding_parts

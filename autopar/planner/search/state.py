@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar import settings
 from autopar.ir import Graph
 from autopar.planner.memo import Memo
 from autopar.planner.memory.active_set import ActiveSet
@@ -21,7 +22,6 @@ from autopar.planner.problem.decide import Decisions
 from autopar.planner.schedule.copied_parts import copied_seconds
 from autopar.planner.schedule.schedule import schedule
 from autopar.planner.schedule.timeline import simulate_streams
-from autopar.planner.search import settings
 from autopar.planner.search.candidates import BaselineCandidate, Candidate
 from autopar.planner.search.fitting import fitted
 from autopar.planner.search.keeping import layer_boundaries
@@ -98,7 +98,7 @@ class Search:
     @cached_property
     def smallest_peak_s(self) -> float:
         """Work that is kept back for the smallest peak."""
-        return max(settings.SMALLEST_PEAK_SHARE * (self.ends - self.began), settings.SMALLEST_PEAK_LEAST_S)
+        return max(settings.SIDE_SHARE * (self.ends - self.began), settings.LEAST_S)
 
     def constraints(self, decisions: Decisions) -> ActiveSet:
         """Memory constraints at the first points only."""
@@ -182,7 +182,7 @@ class Search:
         """Whether its program fits, as it is or, where it is a little too large, with its collectives arranged."""
         if baseline.fits(self.budget):
             return True
-        nearly = baseline.fits(settings.NEARLY_FITS * self.budget)
+        nearly = baseline.fits(settings.NEARLY * self.budget)
         return nearly and baseline.candidate.memory.peak_bytes <= self.budget
 
 
@@ -264,7 +264,7 @@ class SearchState:
         first."""
         if self.free is None:
             return False
-        return self.given or self.free.memory.peak_bytes <= settings.FREE_FIRST * search.budget
+        return self.given or self.free.memory.peak_bytes <= settings.LEAN * search.budget
 
     def wanted_gap(self, search: Search) -> float:
         """The relative gap at which it pays to end."""

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from autopar import settings
 from autopar.errors import InfeasibleError, SolverError
 from autopar.holding import ABSENT, KEEP, RECOMPUTE, Action
 from autopar.planner.footprint.op_work import local_bytes
@@ -36,20 +37,8 @@ from autopar.sharding import ShardingSpec, Strategy
 from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
 from autopar.solver.clock import now
 
-ROUNDS = 60
-RULES_SHARE = 0.3
-"""Of the time, for choices by simple rules, from which the exact search begins."""
-STARTS = 3
-SMALLEST_S, SMALLEST_LEAST_S = 5.0, 0.5
 EQUAL = 1e-12
 """Relative difference of objectives that is none."""
-SMALLEST_MOST = 1000
-"""Variables up to which the smallest peak is looked for to the byte."""
-PIECES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Into which the forward is cut where there is little time."""
-LESS = (0.16, 0.04, 0.01)
-"""Shares of a peak by which the next one is smaller, as long as there is such a one."""
-
 Open = tuple["tuple[int, ...] | None", ...]
 """The options of each variable that are still open; None where all are."""
 
@@ -182,7 +171,7 @@ class CheckpointSearch:
         fitting = [f for f in (self._checkpointed(s, budget) for s in starts) if f.memory.peak_bytes <= budget]
         best = min(fitting, key=lambda f: f.solution.objective, default=None)
         bound, exact = 0.0, True
-        for _ in range(ROUNDS):
+        for _ in range(settings.ROUNDS):
             try:
                 solution = self._solve(self.moments, budget, deadline, starts)
             except (InfeasibleError, SolverError):
@@ -231,7 +220,7 @@ class CheckpointSearch:
         """Choices that fit the budget, by simple rules; the one of the smallest peak where none does."""
         if self.rules is None:
             return []
-        until = now() + RULES_SHARE * max(deadline - now(), 1.0)
+        until = now() + settings.SIDE_SHARE * max(deadline - now(), settings.LEAST_S)
         found = [(choice, self.measured(choice)[1].peak_bytes) for choice in self.rules.spread()]
         fitting = [choice for choice, peak in found if peak <= budget]
         if not fitting:
@@ -242,7 +231,7 @@ class CheckpointSearch:
         for left, base in zip(range(len(bases), 0, -1), bases, strict=True):
             end = now() + max(until - now(), 0.0) / left
             filled.append(self.rules.fill(base, budget, self.measured, partial(_before, end)))
-        return [*sorted({*bases, *filled}, key=self.objective.seconds)[:STARTS]]
+        return [*sorted({*bases, *filled}, key=self.objective.seconds)[: settings.FEW]]
 
     def by_rules(self, layers: int, deadline: float) -> list[Checkpointed]:
         """Choices by simple rules, as many as there is time for: a piece for each of ``layers`` first, or the square
@@ -256,7 +245,8 @@ class CheckpointSearch:
             if host_state_bytes == self.rules.choice
             else [self.rules, replace(self.rules, choice=host_state_bytes)]
         )
-        for pieces in (layers or math.isqrt(len(self.rules.storages)) or 1, *PIECES):
+        few_or_many = sorted({2**k for k in range(7)} | {3 * 2**k for k in range(5)})
+        for pieces in (layers or math.isqrt(len(self.rules.storages)) or 1, *few_or_many):
             found += [self._checkpointed(rules.choosing(rules.cuts(pieces))) for rules in ways]
             if now() > deadline:
                 break
@@ -268,8 +258,9 @@ class CheckpointSearch:
         if begin is None:
             begin = self.smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
         best = self._checkpointed(begin)
-        exact = len(self.decisions.variables) <= SMALLEST_MOST
-        for less in (*LESS, 0.0) if exact else LESS:
+        exact = len(self.decisions.variables) <= settings.SMALL
+        shares = [settings.LESS, settings.LESS / 4, settings.LESS / 16]
+        for less in (*shares, 0.0) if exact else shares:
             while now() < deadline:
                 budget = min(best.memory.peak_bytes * (1 - less), best.memory.peak_bytes - 1)
                 smaller = self._search(budget, deadline, [best.solution.choice])
@@ -286,9 +277,9 @@ class CheckpointSearch:
         plain = len(self.decisions.variables)
         moments = self._first_moments()
         found: list[tuple[int, Sequence[int]]] = []
-        for _ in range(ROUNDS):
+        for _ in range(settings.ROUNDS):
             asked = self._asked(moments, math.inf)
-            seconds = min(SMALLEST_S, max(deadline - now(), SMALLEST_LEAST_S))
+            seconds = max(settings.SIDE_SHARE * (deadline - now()), settings.LEAST_S)
             chosen = smallest_choice(asked, seconds, backend=self.options.solver)
             program, memory = self.measured(chosen[:plain], 0.0)
             found.append((memory.peak_bytes, chosen[:plain]))
@@ -321,7 +312,7 @@ class CheckpointSearch:
             extended = asked if problem is base else self._asked(moments, limit, problem)
             found = solve(
                 extended,
-                time_limit=max(deadline - now(), 1.0),
+                time_limit=max(deadline - now(), settings.LEAST_S),
                 backend=self.options.solver,
                 gap=self.options.gap,
                 warm_starts=(*(self.exact.extend_choice(m, moments) for m in more), *warm),

@@ -18,23 +18,16 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.parts import Parts
-from autopar.solver.dual.linear import WORK, expected_seconds, search_near, solve_relaxed
+from autopar.solver.dual.linear import expected_seconds, search_near, solve_relaxed
 from autopar.solver.integer.equations import Equations
 from autopar.solver.problem import Edge, IndexArray, Problem, Usage
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import reduce
-
-ROUGH, RAISING_SHARE = 0.03, 0.15
-"""A bound that was told by the nearest columns alone is raised until it rises by less than the one, of the gap, or the
-other of the time is over."""
-
-PRICED_SHARE = 0.4
-"""Of the time, for a bound under prices of the limit that are known from a similar problem. Gemma 2 27B, whose linear
-program is too large for what is left, has a gap of 1.2 % so, and one of 18 % with the bound without a budget."""
 
 
 def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: float = math.inf) -> None:
@@ -48,12 +41,12 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: f
     """
     deadline = incumbent.seconds() + seconds
     if incumbent.choice is not None and incumbent.usage_prices.prices.any():
-        _raise_bound(incumbent, parts, PRICED_SHARE * seconds)
+        _raise_bound(incumbent, parts, settings.PART_SHARE * seconds)
         if incumbent.settled():
             return
     together, first = _together(parts)
     graph = Graph(together, _kept(parts, first), averaged=range(min(first), len(together.costs)))
-    reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > deadline))
+    reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds() > deadline))
     if expected < math.inf and expected_seconds(graph) > expected:
         return
     known = () if incumbent.choice is None else _each_copy(parts, np.array(incumbent.choice))
@@ -64,13 +57,13 @@ def relax_blocks(incumbent: Incumbent, parts: Parts, seconds: float, expected: f
     incumbent.expected = found.optimum
     search_near(incumbent, graph, found, deadline, lambda: Graph(parts.whole), _owners(parts, first))
     if incumbent.settled() and not incumbent.proven():
-        _raise_bound(incumbent, parts, RAISING_SHARE * (deadline - incumbent.seconds()))
+        _raise_bound(incumbent, parts, settings.SMALL_SHARE * (deadline - incumbent.seconds()))
 
 
 def _raise_bound(incumbent: Incumbent, parts: Parts, seconds: float) -> None:
     """By message passing under the prices of the limit that the incumbent has."""
     latest = incumbent.seconds() + seconds
-    Bounds(parts, incumbent.usage_prices, incumbent.traded).raise_bound(incumbent, latest, ROUGH)
+    Bounds(parts, incumbent.usage_prices, incumbent.traded).raise_bound(incumbent, latest, settings.ROUGH)
 
 
 def _together(parts: Parts) -> tuple[Problem, list[int]]:

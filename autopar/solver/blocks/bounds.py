@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import cached_property
 
+from autopar import settings
 from autopar.solver.blocks.parts import Parts
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Relaxation
 from autopar.solver.problem import USAGE_TOLERANCE, Traded, UsagePrices, relative_gap
 from autopar.solver.reduce.incumbent import Incumbent
-
-MAX_SWEEPS = 1000
-LEAST_SWEEPS, SWEEPS_A_LOOK = 6, 2
-"""Messages take some sweeps to come around; then the bound is looked at after each to and fro."""
-TELLING = 0.25
-"""Of the gap that was asked, what a bound may leave: raising it on takes time that nobody asked for."""
 
 
 class Bounds:
@@ -35,14 +31,14 @@ class Bounds:
         """Sweep to and fro until the bound tells enough or rises no more by ``stalled``, a share of the gap; no later
         than the deadline."""
         last = best = -math.inf
-        for count in range(MAX_SWEEPS):
+        for count in itertools.count():
             best = max(best, self.pieces.sweep(forward=count % 2 == 1))
-            if count % SWEEPS_A_LOOK == SWEEPS_A_LOOK - 1:
+            if count % 2 == 1:  # to and fro
                 rises = best - last > stalled * self._gap(incumbent, best)
-                if incumbent.seconds() > deadline or (count >= LEAST_SWEEPS - 1 and not rises):
+                if incumbent.seconds() > deadline or (count >= settings.LEAST_SWEEPS - 1 and not rises):
                     break
                 last = best
-            if relative_gap(incumbent.objective, best - self.constant) <= TELLING * incumbent.gap:
+            if relative_gap(incumbent.objective, best - self.constant) <= settings.PART_OF_GAP * incumbent.gap:
                 break
         incumbent.raise_bound(best - self.constant)
         incumbent.traded = self.pieces.traded()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeAlias
 
+from autopar import settings
 from autopar.errors import InfeasibleError
 from autopar.repetition import Run
 from autopar.solver.blocks.blocks_linear import relax_blocks
@@ -22,25 +23,6 @@ from autopar.solver.blocks.relaxation import Core
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.problem import Messages, Problem, UsagePrices
 from autopar.solver.reduce.incumbent import Gap, Incumbent
-
-MARGIN = 1
-"""So many blocks at both ends of a run choose for themselves: what precedes and follows the run may suit others."""
-
-LEAST_COPIES = 2 * MARGIN + 3
-
-SHARES = (0.4, 0.4, 0.6)
-"""Of the time left, for each round of a better choice and a better bound; the first is by message passing alone."""
-
-LINEAR_SHARE = 0.25
-"""Of the time left, that the linear program of blocks may take. Of GPT-2 XL on two axes it left 3 %, in 4 s, and
-message passing 33 %, after 2 s or after 20. With .7 one weighting of the paths of HuBERT XL took all the time, and what
-several tell is worth more."""
-
-LEAST_SAVED = 0.2
-"""Of the nodes, those that folding must save to be worth it."""
-
-ROUGH, FINE = 0.03, 0.003
-"""Rise of the bound between two looks at it, as a share of the gap, below which message passing ends."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +51,18 @@ BeginPart: TypeAlias = Callable[[Part], Attempt]
 
 def foldable(runs: Sequence[Run]) -> tuple[Run, ...]:
     """The runs that are long enough to be worth folding."""
-    return tuple(run for run in runs if len(run.copies) >= LEAST_COPIES)
+    return tuple(run for run in runs if len(run.copies) >= settings.FOLDED_LEAST)
 
 
 def fold(problem: Problem, known: Sequence[Run] | None = None) -> Tied | None:
     """The problem with the blocks of each run tied together; None where that would leave most of it. ``known``: runs of
     equal blocks, for who has found them."""
     runs = foldable(find_runs(problem) if known is None else known)
-    if sum((len(run.copies) - 2 * MARGIN - 1) * run.copies.shape[1] for run in runs) < LEAST_SAVED * len(problem.costs):
+    if sum(
+        (len(run.copies) - 2 * settings.FOLDED_MARGIN - 1) * run.copies.shape[1] for run in runs
+    ) < settings.SAVED * len(problem.costs):
         return None
-    return tie(take_apart(problem, runs, MARGIN))
+    return tie(take_apart(problem, runs, settings.FOLDED_MARGIN))
 
 
 def solve_folded(
@@ -95,10 +79,11 @@ def solve_folded(
     size.update({f"folded_{name}": count for name, count in tied.problem.size().items()})
     folding = _Folding(incumbent, tied, begin_part, size, linear)
     with contextlib.suppress(InfeasibleError):
-        for turn, share in enumerate(SHARES):
+        for exact in (False, True, True):
             if incumbent.proven() or incumbent.seconds_left() <= 0:
                 break
-            folding.turn(share * incumbent.seconds_left(), exact=turn > 0)
+            share = settings.MAIN_SHARE if exact else settings.PART_SHARE
+            folding.turn(share * incumbent.seconds_left(), exact=exact)
 
 
 class _Folding:
@@ -127,7 +112,9 @@ class _Folding:
         known = () if incumbent.choice is None else (self.tied.project(incumbent.choice),)
         problem = self.tied.problem if core is None else core.problem
         warm = known if core is None else tuple(map(core.project, known))
-        return Part(problem, lambda _: 0.25 * incumbent.gap, warm, core is not None, messages=incumbent.messages)
+        return Part(
+            problem, lambda _: settings.PART_OF_GAP * incumbent.gap, warm, core is not None, messages=incumbent.messages
+        )
 
     @cached_property
     def attempt(self) -> Attempt:
@@ -140,14 +127,14 @@ class _Folding:
         if not exact:
             self._tied_choice(seconds / 4, exact=False, aim=math.inf)
             if self.linear:
-                most = LINEAR_SHARE * self.incumbent.seconds_left()
+                most = settings.SIDE_SHARE * self.incumbent.seconds_left()
                 relax_blocks(self.incumbent, self.tied.parts, most, expected=most)
             if not self.incumbent.proven():
-                self._raise_bound(seconds / 2, ROUGH)
+                self._raise_bound(seconds / 2, settings.ROUGH)
             if self.incumbent.proven():
                 return
         self._tied_choice(seconds / 2, exact=exact)
-        for stalled in (FINE,) if exact else (ROUGH, FINE):
+        for stalled in (settings.FINE,) if exact else (settings.ROUGH, settings.FINE):
             if not self.incumbent.proven():
                 self._raise_bound(seconds / 2, stalled)
 

@@ -17,16 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.blocks.parts import Parts, Tied
 from autopar.solver.problem import Array, Edge, IndexArray, Problem, UsagePrices
 from autopar.solver.reduce.dominance import WorkBudget
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.reductions import reduce
 from autopar.solver.reduce.usage import with_usages_priced
-
-WORK = 1e8
-EACH = 3e5
-"""Element operations that looking for dominated options of a part may take, and one look or one product."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,5 +129,5 @@ def _intersect(here: tuple[Graph, int], there: tuple[Graph, int]) -> None:
 
 def _reduced(problem: Problem, kept: set[int]) -> Graph:
     graph = Graph(problem, kept)
-    reduce(graph, WorkBudget(WORK, each=EACH))
+    reduce(graph, WorkBudget(settings.WORK, each=settings.EACH))
     return graph

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar import settings
 from autopar.repetition import Network, Run, grown, repetition
 from autopar.solver.clock import tick
 from autopar.solver.problem import Problem
 
-MIN_COPIES = 4
-"""Shorter runs are not worth folding."""
-
 
 def find_runs(problem: Problem) -> tuple[Run, ...]:
-    """Runs of at least ``MIN_COPIES`` equal blocks; empty where nothing repeats."""
+    """Runs of at least ``FOLDED_LEAST`` equal blocks; empty where nothing repeats."""
     if problem.shift is not None and not problem.shift:
         return ()
     network = _network(problem)
@@ -43,4 +41,4 @@ def _network(problem: Problem) -> Network:
     ]
     matrices: dict[int, int] = {}
     edges = ((matrices.setdefault(id(edge.cost), len(matrices)), edge.u, edge.v) for edge in problem.edges)
-    return Network.of(labels, edges, [len(cost) for cost in problem.costs], least=MIN_COPIES)
+    return Network.of(labels, edges, [len(cost) for cost in problem.costs], least=settings.FOLDED_LEAST)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 
+from autopar import settings
 from autopar.errors import InfeasibleError
 from autopar.solver.dual.dual import Dual
 from autopar.solver.dual.search import Search
 from autopar.solver.problem import Array, Messages, relative_gap
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
-
-STALL = 1e-4
-"""Relative progress of the bound, as a share of the gap, below which a sweep counts as stalled."""
-
-FEW_PAIRS = 5000
-"""Pairs of options for which an integer program takes less than sweeps that hardly raise the bound."""
-
-LONG = 24
-SMALL_GAP = 0.02
-
-MANY = 0.3
-"""Share of the options whose removal is worth copying all the matrices."""
 
 
 def search_from(
@@ -44,7 +34,6 @@ def search_from(
 def ascend(
     graph: Graph,
     incumbent: Incumbent,
-    sweeps: int,
     prices: Array | None,
     deadline: float,
     *,
@@ -61,7 +50,7 @@ def ascend(
     best = -math.inf
     superfluous = _Superfluous(graph)
     stalled, found = 0, 0
-    for count in range(sweeps):
+    for count in itertools.count():
         looks = count % 8 == 1 or (count < 8 and count % 2 == 1)
         result = dual.sweep(
             forward=count % 2 == 1,
@@ -73,24 +62,23 @@ def ascend(
             break
         if looks and search_from(graph, result.choice, incumbent, "message passing", pairs=count % 16 == 1):
             found = count
-        if choice_only and count - found >= LONG and relative_gap(incumbent.objective, incumbent.bound()) < SMALL_GAP:
+        if (
+            choice_only
+            and count - found >= settings.PATIENCE
+            and relative_gap(incumbent.objective, incumbent.bound()) < settings.NEAR
+        ):
             break
         superfluous.note(result.marginals, incumbent.cutoff())
         progress = result.lower_bound - best
         best = max(best, result.lower_bound)
         span = incumbent.objective - best if incumbent.choice else abs(best)
-        stalled = 0 if progress > STALL * abs(span) else stalled + 1
-        if incumbent.proven() or incumbent.seconds() > deadline or stalled >= _patience(graph, superfluous):
+        stalled = 0 if progress > settings.STALL * abs(span) else stalled + 1
+        if incumbent.proven() or incumbent.seconds() > deadline or stalled >= settings.PATIENCE:
             break
         if count % 4 == 3 and superfluous.many():
             superfluous.remove(dual)
     superfluous.remove(dual)
     return dual.messages()
-
-
-def _patience(graph: Graph, superfluous: _Superfluous) -> int:
-    """Sweeps without progress after which it ends: few where an integer program would be quick."""
-    return 6 if superfluous.pairs_left() <= FEW_PAIRS else 20
 
 
 class _Superfluous:
@@ -109,11 +97,7 @@ class _Superfluous:
 
     def many(self) -> bool:
         gone = sum(int(mask.sum()) for mask in self.masks.values())
-        return gone > MANY * sum(map(len, self.masks.values()))
-
-    def pairs_left(self) -> int:
-        left = {node: len(mask) - int(mask.sum()) for node, mask in self.masks.items()}
-        return sum(left[u] * left[v] for u, v in self.graph.pairs())
+        return gone > settings.SAVED * sum(map(len, self.masks.values()))
 
     def remove(self, dual: Dual) -> None:
         """Take them out of the graph.

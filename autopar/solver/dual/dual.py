@@ -14,17 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.clock import tick
-from autopar.solver.problem import Array, Messages
+from autopar.solver.clock import A_LOOK, tick
+from autopar.solver.problem import BARRED, Array, Messages
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.ordering import narrow_order
-
-_BARRED = 1e30
-"""Stands for a forbidden pair while a choice is decoded, so that comparisons among bad options still mean something."""
-
-
-A_LOOK = 500
-"""Nodes of a sweep between looks at the clock."""
 
 
 @dataclass
@@ -159,7 +152,7 @@ class Dual:
         """The cheapest option given what earlier nodes chose."""
         total = self.theta[node].copy()
         for other in earlier:
-            column = np.minimum(self.graph.neighbours[other][node][choice[other]], _BARRED)
+            column = np.minimum(self.graph.neighbours[other][node][choice[other]], BARRED)
             total += column + self.push[node][other]
         return int(total.argmin())
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from autopar import settings
 from autopar.errors import InfeasibleError
 from autopar.solver.dual.ascent import search_from
 from autopar.solver.dual.nearest import USED, Relaxed, prices_of, relax_nearest
@@ -25,45 +26,22 @@ from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from autopar.solver.reduce.reductions import drop_forbidden, reduce
 
-MAX_FLOWS = 2_000_000
-"""Larger programs are not solved."""
-
-MANY_FLOWS = 500_000
-"""Flows from which on a program with a limit is solved from the nearest of its columns. Without one there is nothing
-that tells which are near: of Marian the best choice among those was the one that was known."""
-
 RATE, FREE_RATE = 2.5e-10, 1.5e-5
 """Seconds: for the square of the flows, where programs of 35 and 450 thousand took .3 and 46 s; and for each flow where
 nothing is limited, where programs of 20 thousand, .5, 1.1 and 1.4 million took .3, 5 to 10, 17 and 21 s."""
 
-NEAREST_FLOWS = 0.08
-"""Of all flows, those of the nearest columns: a program of 840 thousand took 1.6 s."""
-
-NEAREST_SHARE = 0.5
-"""Of the gap that was asked, how far its optimum may then be from the bound."""
-
-NEAR_FLOWS = (15_000, 60_000, 240_000)
-"""Flows, before reductions, of integer programs on what the linear one uses and what is nearest to it in reduced costs:
-the larger ones where nothing was found among fewer. Of Pythia 6.9B on 128 devices as many as 15,000 were no more than
-the linear program used, which allowed nothing."""
-
-NEAR_SHARE, OVERRUN = 0.3, 2.0
-"""Of the time left, for each of these integer programs; and times that, which its root may be expected to take: that
-cannot be cut short. Eight programs took .2 to 1.9 times what was expected of their roots."""
-
-WORK = 1e8
 ROUNDING = 1e-15
 """Seconds: an option that is not used is further than one that is."""
 
 
 def expected_seconds(graph: Graph) -> float:
     """About how long the linear program of ``graph`` takes; inf where it is too large."""
-    flows = flow_count(graph, MAX_FLOWS)
-    if flows > MAX_FLOWS:
+    flows = flow_count(graph, settings.MAX_FLOWS)
+    if flows > settings.MAX_FLOWS:
         return math.inf
     if not len(graph.limits):
         return FREE_RATE * flows
-    return RATE * (NEAREST_FLOWS * flows if flows > MANY_FLOWS else flows) ** 2
+    return RATE * (settings.NEAREST**2 * flows if flows > settings.MANY_FLOWS else flows) ** 2
 
 
 def relax(graph: Graph, incumbent: Incumbent, seconds: float) -> bool:
@@ -83,7 +61,7 @@ def relax(graph: Graph, incumbent: Incumbent, seconds: float) -> bool:
     if incumbent.choice is not None:
         for node, reduced in found.reduced.items():
             graph.keep(node, found.bound + reduced <= incumbent.cutoff())
-        reduce(graph, WorkBudget(WORK, lambda: incumbent.seconds() > deadline))
+        reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds() > deadline))
     return True
 
 
@@ -103,13 +81,13 @@ def solve_relaxed(
     Raises:
         InfeasibleError: nothing is allowed within the limit.
     """
-    magnitude, flows = magnitude_of(graph, incumbent.objective), flow_count(graph, MAX_FLOWS)
+    magnitude, flows = magnitude_of(graph, incumbent.objective), flow_count(graph, settings.MAX_FLOWS)
     found = None
-    if flows > MANY_FLOWS and len(graph.limits):
+    if flows > settings.MANY_FLOWS and len(graph.limits):
         prices, taken = incumbent.usage_prices.at(graph.times), [graph.project(choice) for choice in known]
-        gap = NEAREST_SHARE * incumbent.gap
+        gap = settings.PART_OF_GAP * incumbent.gap
         found = relax_nearest(graph, equations, magnitude, prices, taken, gap, lambda: deadline - incumbent.seconds())
-    if found is None and flows <= MAX_FLOWS:
+    if found is None and flows <= settings.MAX_FLOWS:
         found = _solve_whole(graph, incumbent, deadline, equations, magnitude)
     if found is not None and len(graph.limits):
         incumbent.usage_prices = UsagePrices(graph.times.astype(float), found.prices)
@@ -173,11 +151,11 @@ def search_near(
     reaches = np.unique(np.concatenate([*distance.values(), np.zeros(1)]))
     reaches = reaches[np.isfinite(reaches)]
     known, last = incumbent.objective, -1.0
-    for flows in (0, *NEAR_FLOWS):
+    for flows in (0, settings.FLOWS, 4 * settings.FLOWS, 16 * settings.FLOWS):
         if (
             incumbent.settled()
             or incumbent.seconds() > deadline
-            or (flows > NEAR_FLOWS[0] and incumbent.objective < known)
+            or (flows > settings.FLOWS and incumbent.objective < known)
         ):
             break
         reach = _furthest(reaches, flows, lambda reach: _flows(graph, distance, copies, reach))
@@ -190,7 +168,7 @@ def search_near(
                     near.keep(copy, far[near.options[copy]] <= reach)
             drop_forbidden(near)
             if not (flows and is_slow(near) and incumbent.refused()):
-                _solve_exactly(near, incumbent, NEAR_SHARE * (deadline - incumbent.seconds()), found.optimum)
+                _solve_exactly(near, incumbent, settings.SIDE_SHARE * (deadline - incumbent.seconds()), found.optimum)
 
 
 def _furthest(reaches: Array, most: int, flows: Callable[[float], int]) -> float:
@@ -209,7 +187,7 @@ def _flows(graph: Graph, distance: Mapping[int, Array], copies: Mapping[int, Ind
 
 def _solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: float) -> None:
     """The best choice in ``near``, to within a part of the gap that is asked for."""
-    reduce(near, WorkBudget(WORK))
+    reduce(near, WorkBudget(settings.WORK))
     if not near.nodes():
         incumbent.offer(near.expand({}), "linear program")
         return
@@ -219,8 +197,8 @@ def _solve_exactly(near: Graph, incumbent: Incumbent, seconds: float, bound: flo
         return relative_gap(best, incumbent.bound()) <= incumbent.gap_at(best)
 
     model = build(near, max(bound - near.offset, 0.0) or near.offset)
-    if highs.root_seconds(len(model.values)) > OVERRUN * seconds:
+    if highs.root_seconds(len(model.values)) > 2 * seconds:
         return
-    result = highs.solve_highs(model, IlpLimits(seconds, incumbent.gap / 4, is_enough), None)
+    result = highs.solve_highs(model, IlpLimits(seconds, settings.PART_OF_GAP * incumbent.gap, is_enough), None)
     if result.choice is not None:
         search_from(near, result.choice, incumbent, "linear program")

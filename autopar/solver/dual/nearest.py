@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from autopar import settings
 from autopar.errors import InfeasibleError
 from autopar.solver.dual.dual import Dual
 from autopar.solver.integer import highs
@@ -23,23 +24,6 @@ from autopar.solver.integer.equations import Equations, coupled, paid
 from autopar.solver.integer.ilp import USAGE_SCALE, Model, build
 from autopar.solver.problem import Array
 from autopar.solver.reduce.graph import Graph
-
-SHARE = 0.25
-"""Of the options, those that are in a linear program; twice as many in one that comes after one without a solution."""
-
-SWEEPS = 4
-LEAST_SWEEPS, MOST_SWEEPS = 6, 24
-"""Of messages: to tell what is near; and to prove a bound."""
-
-STALLED = 0.9
-"""Of its distance from the optimum, a bound that is still as far after two sweeps rises no more."""
-
-FIRST_PRICE, DEAR = 0.03, 3.0
-"""Of what all costs, for all of the limit, where no prices are known: those of real problems are a tenth of the one to
-a few times it. By the other options are told that hold little, where what is near without them does not fit."""
-
-ROUNDS = 2
-"""Programs at most: in the second one's prices hardly anything is left to change."""
 
 USED = 1e-7
 """Values of the linear program above this count as used."""
@@ -83,24 +67,25 @@ def relax_nearest(
         taken: options of known choices, which are in every program: so it allows something, and ends no higher.
     """
     whole = magnitude / graph.room()
-    first = known if known.any() else FIRST_PRICE * whole
+    first = known if known.any() else settings.FIRST_PRICE * whole
     distance = _nearest(*(_told(graph, prices, seconds_left) for prices in (0.0 * whole, first)))
     relaxed: Relaxed | None = None
     used = {node: np.zeros(len(graph.costs[node]), dtype=bool) for node in graph.nodes()}
     for choice in taken:
         for node, option in choice.items():
             used[node][option] = True
-    solved, share = 0, SHARE
-    while solved < ROUNDS and seconds_left() > 0:
+    solved, share = 0, settings.NEAREST
+    while solved < settings.FEW and seconds_left() > 0:
         part = _of_nearest(graph, distance, used, share)
         plain = build(part, magnitude)
         model = coupled(plain, part, equations)
         try:
             found = highs.solve_relaxation(model, seconds_left())
         except InfeasibleError:
-            if share > SHARE or relaxed is not None:
+            if share > settings.NEAREST or relaxed is not None:
                 break
-            share, distance = 2 * SHARE, _nearest(distance, _told(graph, DEAR * whole, seconds_left))
+            dear = settings.FIRST_FACTOR * settings.FIRST_PRICE * whole
+            share, distance = 2 * share, _nearest(distance, _told(graph, dear, seconds_left))
             continue
         if found is None:
             break
@@ -130,7 +115,7 @@ def prices_of(graph: Graph, plain: Model, found: highs.Relaxation) -> Array:
 def _told(graph: Graph, prices: Array, seconds_left: Callable[[], float]) -> dict[int, Array]:
     """How much dearer options are than the best of their node, at about the least, under prices of the limit."""
     dual, marginals = Dual(graph, prices), {node: np.zeros(len(graph.costs[node])) for node in graph.nodes()}
-    for count in range(SWEEPS):
+    for count in range(settings.LEAST_SWEEPS):
         found = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0)
         marginals = found.marginals or marginals
     return {node: marginal - marginal.min() for node, marginal in marginals.items()}
@@ -158,13 +143,13 @@ def _proven(
     """What each option costs at the least, and a bound: no nearer to ``optimum`` than half of ``gap``."""
     dual, bound, far = Dual(graph, prices), -math.inf, []
     least = {node: np.full(len(graph.costs[node]), -np.inf) for node in graph.nodes()}
-    for count in range(MOST_SWEEPS):
+    for count in range(settings.ROUNDS):
         found = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0)
         bound = max(bound, found.lower_bound)
         for node, marginal in found.marginals.items():
             np.maximum(least[node], marginal, out=least[node])
         far.append(optimum - bound)
-        stalled = count >= LEAST_SWEEPS and far[-1] > STALLED * far[-3]
+        stalled = count >= settings.LEAST_SWEEPS and far[-1] > (1 - settings.ROUGH) * far[-3]
         if not found.marginals or far[-1] <= 0.5 * gap * abs(optimum) or stalled:
             break
     return least, bound

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar import settings
 from autopar.errors import AutoparError
 from autopar.solver.dual.search import Search
 from autopar.solver.problem import NO_SHIFT, Edge, Problem, Solution, Usage
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
-from autopar.solver.settings import PARTS
 
 SolvePart = Callable[[Problem, float, Sequence[int]], Solution]
 
@@ -27,20 +27,20 @@ def improve_parts(graph: Graph, incumbent: Incumbent, solve_part: SolvePart) -> 
     search = Search(graph, graph.project(incumbent.choice))
     if not search.feasible():
         return
-    random = np.random.default_rng(PARTS.seed)
+    random = np.random.default_rng(0)
     nodes = graph.nodes()
     began = found_s = incumbent.seconds()
     count = found = 0
     while incumbent.seconds_left() > 0 and not incumbent.proven():
         now = incumbent.seconds()
-        if count - found > PARTS.least and now - found_s > PARTS.patience * (now - began):
+        if count - found > settings.ROUNDS and now - found_s > settings.IDLE_SHARE * (now - began):
             break
         count += 1
         order = random.permutation(nodes).tolist()
         part = (
             _random_part(graph, order) if count % 2 and len(graph.limits) else _connected_part(graph, order[0], random)
         )
-        if not _improve_part(graph, search, part, min(PARTS.seconds, incumbent.seconds_left()), solve_part):
+        if not _improve_part(graph, search, part, min(settings.LEAST_S, incumbent.seconds_left()), solve_part):
             continue
         if incumbent.offer(graph.expand(search.choice), "solving parts"):
             found, found_s = count, incumbent.seconds()
@@ -53,7 +53,7 @@ def _random_part(graph: Graph, order: Sequence[int]) -> list[int]:
     for node in order:
         pairs += len(graph.costs[node])
         pairs += sum(matrix.size for other, matrix in graph.neighbours[node].items() if other in part)
-        if pairs > PARTS.most_pairs:
+        if pairs > settings.PART_PAIRS:
             break
         part.add(node)
     return sorted(part)
@@ -67,7 +67,7 @@ def _connected_part(graph: Graph, centre: int, random: np.random.Generator) -> l
         node = frontier.pop(int(random.integers(len(frontier))))
         pairs += len(graph.costs[node])
         pairs += sum(matrix.size for other, matrix in graph.neighbours[node].items() if other in part)
-        if pairs > PARTS.most_pairs:
+        if pairs > settings.PART_PAIRS:
             break
         part.add(node)
         frontier = sorted({*frontier, *graph.neighbours[node]} - part)

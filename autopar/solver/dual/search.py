@@ -7,17 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopar.solver.clock import tick
-from autopar.solver.problem import Array
+from autopar.solver.clock import A_LOOK, tick
+from autopar.solver.problem import BARRED, Array
 from autopar.solver.reduce.graph import Graph
-
-_BARRED = 1e30
-
-A_LOOK = 100
-"""Moves between looks at the clock."""
-
-HUB = 32
-"""Neighbours from which on what they cost a node is kept."""
 
 Late = Callable[[], bool]
 
@@ -81,7 +73,7 @@ class Search:
 
     def conditional(self, node: int, without: tuple[int, ...] = ()) -> Array:
         """Seconds of each option of a node, given its neighbours' choices (except ``without``)."""
-        if len(without) == 1 and len(self.graph.neighbours[node]) >= HUB:
+        if len(without) == 1 and without[0] in self.graph.neighbours[node]:
             column = self.graph.neighbours[node][without[0]][:, self.choice[without[0]]]
             if np.isfinite(column).all():
                 return np.asarray(self._of_hub(node) - column, dtype=float)
@@ -89,7 +81,7 @@ class Search:
         total: Array = self.graph.costs[node].copy()
         for other, matrix in self.graph.neighbours[node].items():
             if other not in without:
-                total += np.minimum(matrix[:, self.choice[other]], _BARRED)
+                total += np.minimum(matrix[:, self.choice[other]], BARRED)
         return np.asarray(total, dtype=float)
 
     def _of_hub(self, node: int) -> Array:
@@ -150,7 +142,7 @@ class Search:
     def _improve_pair(self, u: int, v: int) -> bool:
         self._elements += self.graph.neighbours[u][v].size
         left, right = self.conditional(u, (v,)), self.conditional(v, (u,))
-        total = np.minimum(self.graph.neighbours[u][v], _BARRED) + left[:, None] + right
+        total = np.minimum(self.graph.neighbours[u][v], BARRED) + left[:, None] + right
         present = total[self.choice[u], self.choice[v]]
         a, b = divmod(int(total.argmin()), total.shape[1])
         if total[a, b] >= present - 1e-12 * abs(present):

@@ -16,14 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.clock import tick
 from autopar.solver.integer.network import Network, network_of
 from autopar.solver.problem import Array, IndexArray, Problem
 from autopar.solver.reduce.alike import alike
 from autopar.solver.reduce.graph import Graph
-from autopar.solver.settings import PROGRAMS
-
-MAX_USAGE_ENTRIES = 4_000_000
 
 OBJECTIVE_SCALE = 1e4
 USAGE_SCALE = 1e4
@@ -149,17 +147,17 @@ def usage_entries(graph: Graph) -> int:
 
 def is_small(graph: Graph, flows: int) -> bool:
     """Whether the model has at most so many flows, and no more entries of usage than memory and time allow."""
-    return flow_count(graph, flows) <= flows and usage_entries(graph) <= MAX_USAGE_ENTRIES
+    return flow_count(graph, flows) <= flows and usage_entries(graph) <= settings.MAX_FLOWS
 
 
 def is_slow(graph: Graph) -> bool:
     """Whether the integer program of a graph with a limit takes longer than a second or so."""
-    return bool(len(graph.limits)) and not is_small(graph, PROGRAMS.flows_a_second)
+    return bool(len(graph.limits)) and not is_small(graph, settings.FLOWS_A_SECOND)
 
 
 def begins_slow(problem: Problem) -> bool:
     """Whether the integer program of ``problem`` would, were nothing reduced."""
-    return bool(problem.usages) and sum(edge.cost.size for edge in problem.edges) > PROGRAMS.flows_a_second
+    return bool(problem.usages) and sum(edge.cost.size for edge in problem.edges) > settings.FLOWS_A_SECOND
 
 
 def magnitude_of(graph: Graph, objective: float) -> float:

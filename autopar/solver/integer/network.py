@@ -13,15 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.clock import tick
 from autopar.solver.problem import Array, IndexArray
 from autopar.solver.reduce.alike import alike
 
 ROUNDING = 1e-12
 """Relative difference of costs that counts as none."""
-
-MOST_WORK = 2e7
-"""Element operations of one matrix; larger ones are sent pair by pair."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,7 @@ def network_of(matrix: Array) -> Network:
 def _merged(matrix: Array) -> list[tuple[int, int]]:
     """Pairs of options, one of each end, that may be one node: to send a -> b and i -> j costs no more than i -> b and
     a -> j, whatever i and j are."""
-    if min(matrix.shape) * matrix.size > MOST_WORK or not matrix.size:
+    if min(matrix.shape) * matrix.size > settings.ELIMINATION or not matrix.size:
         return []
     finite = np.isfinite(matrix)
     with np.errstate(invalid="ignore"):  # an option without a partner

@@ -14,14 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from autopar import settings
 from autopar.errors import SolverError
 from autopar.solver.clock import now, on_the_wall, tick
 from autopar.solver.integer import highs
 from autopar.solver.integer.ilp import IlpLimits, IlpResult, Model
 from autopar.solver.problem import Array
-
-GRACE_SECONDS = 1.0
-"""How long CBC may take, after its time is up and it has been interrupted, to write what it has."""
 
 ELSEWHERE = 1 / 5
 """Iterations of a tree in HiGHS by entry: what another program takes for all of its own, about."""
@@ -179,11 +177,11 @@ def _run(command: list[str], log: str, seconds: float) -> None:
     with Path(log).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            process.wait(seconds + GRACE_SECONDS / 2)
+            process.wait(seconds + settings.LEAST_S / 2)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(GRACE_SECONDS)
+                process.wait(settings.LEAST_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.clock import tick
 from autopar.solver.priced.elimination import Program, plan
 from autopar.solver.priced.network import Network, Pair
 from autopar.solver.priced.sweeps import Sweeps
 from autopar.solver.problem import Array, IndexArray
 from autopar.solver.reduce.ordering import narrow_order
-from autopar.solver.settings import PRICES
 
 
 class Core:
@@ -23,7 +23,7 @@ class Core:
         slots: dict[Pair, int] = dict(
             zip(zip(*network.ends.tolist(), strict=True), network.edge_at.tolist(), strict=True)
         )
-        made = plan(self._sizes, range(len(self._sizes)), slots, len(network.tables), PRICES.leaving)
+        made = plan(self._sizes, range(len(self._sizes)), slots, len(network.tables), settings.LEAVES)
         self._leaves = Program(network.sizes, network.first, made, network.tables)
         self.nodes: IndexArray = np.array(made.left, dtype=np.int64)
         self._slots = made.slots
@@ -61,7 +61,7 @@ class Core:
         """Another way to move: it fixes other hubs, the more so the larger ``spread`` is."""
         luck = np.exp(spread * self._random.standard_normal(len(self._sizes))) * np.sqrt(self.network.sizes)
         fixed: set[int] = set()
-        most = PRICES.moving
+        most = settings.MOVES
         while True:
             made = plan(
                 self._sizes,

@@ -9,7 +9,6 @@ import numpy as np
 from autopar.solver.clock import tick
 from autopar.solver.problem import Array, IndexArray
 from autopar.solver.reduce.graph import Graph
-from autopar.solver.settings import PRICES
 
 Pair: TypeAlias = tuple[int, int]
 
@@ -57,7 +56,7 @@ class Network:
         dearest = float(np.maximum.reduceat(dear, self.first[:-1]).sum()) if len(dear) else 0.0
         finite = np.isfinite(self.tables)
         dearest += float(self.tables.max(where=finite, initial=0.0)) or 1.0
-        self.barred = PRICES.barred * dearest
+        self.barred = 100 * dearest
         np.minimum(self.cost, self.barred, out=self.cost)
         np.minimum(self.tables, self.barred, out=self.tables)
 

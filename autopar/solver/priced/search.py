@@ -13,13 +13,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.priced.core import Core
 from autopar.solver.priced.crossover import crossover
 from autopar.solver.priced.network import Network
 from autopar.solver.problem import Array, IndexArray, UsagePrices
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
-from autopar.solver.settings import PRICES
+
+LEAST_PRICE = 1e-5
+"""Of the mean price: from zero no factor leads anywhere."""
 
 
 class PricedSearch:
@@ -28,7 +31,7 @@ class PricedSearch:
     def __init__(self, graph: Graph, incumbent: Incumbent) -> None:
         self.incumbent = incumbent
         self.network = Network(graph)
-        self._random = np.random.default_rng(PRICES.seed)
+        self._random = np.random.default_rng(0)
         self.core = Core(self.network, self._random)
         self.core.add_program(0.5)
         self.best: IndexArray | None = None
@@ -95,11 +98,11 @@ class PricedSearch:
     def _repair(self, choice: IndexArray, prices: Array) -> IndexArray | None:
         """A choice within the limit near one that is not: times over it get dearer until nothing is."""
         total, raised = float(prices.sum()), prices
-        for count in range(PRICES.repairs):
+        for count in range(settings.REPAIR_ROUNDS):
             over = np.maximum(self.network.excess(choice), 0.0)
             if not over.any():
                 return choice
-            raised = raised + total * PRICES.dearer * 4.0**count * over / over.sum()
+            raised = raised + total * settings.DEARER * 4.0**count * over / over.sum()
             self._price(raised)
             choice = self.core.move(choice, rounds=2)
             if (self.network.used(choice) <= self.network.limits).all():
@@ -147,8 +150,8 @@ class PricedSearch:
         scale = self.network.value(free, self.network.cost) or 1.0
         weights = self._first_weights()
         self.offer(free)
-        for factor in PRICES.first_factors if self.best is None else ():
-            prices = factor * scale * weights
+        for power in range(1, settings.REPAIR_ROUNDS if self.best is None else 1):
+            prices = settings.FIRST_FACTOR**power * scale * weights
             _, found = self._round(prices, choice, None)
             if not self.offer(found):
                 self._repair(found, prices)
@@ -160,7 +163,7 @@ class PricedSearch:
 
     def _first_weights(self) -> Array:
         least = self.network.least_excess()
-        weights: Array = np.exp(PRICES.sharpness * (least - least.max(initial=-np.inf)))
+        weights: Array = np.exp(settings.SHARPNESS * (least - least.max(initial=-np.inf)))
         return weights / weights.sum() if len(weights) else weights
 
     def run(self, enough: Callable[[], bool], trace: Callable[[str], None] | None = None) -> None:
@@ -170,31 +173,31 @@ class PricedSearch:
         prices, best_bound, best_prices = self.prices, -np.inf, self.prices
         if self.incumbent.objective - network.graph.offset < self.value and self.incumbent.choice is not None:
             self._adopt(network.project(self.incumbent.choice))
-        step, stalled, count = PRICES.step, 0, 0
+        step, stalled, count = settings.STEP, 0, 0
+        bounds: list[float] = []
         average: Array | None = None
         pace, sign = np.ones(len(prices)), np.zeros(len(prices))
-        bounds: list[float] = []
         while not enough():
             count += 1
             bound, last = self._round(prices, choice, last)
             stalled = 0 if bound > best_bound else stalled + 1
             if bound > best_bound:
                 best_bound, best_prices = bound, prices
-            bounds.append(best_bound)
             excess = network.excess(last)
             self._use(last, excess, prices)
-            slow = len(bounds) > 10 and bounds[-1] - bounds[-10] < 0.01 * abs(bounds[-1])
-            self._polish_for(PRICES.polishing[slow], best_prices, enough)
-            if core.programs() < PRICES.programs and count % 4 == 0:
+            bounds.append(best_bound)
+            slow = len(bounds) > 10 and bounds[-1] - bounds[-10] < settings.NEAR * abs(bounds[-1])
+            self._polish_for(settings.POLISHING[slow], best_prices, enough)
+            if core.programs() < settings.MOST_MOVES and count % 4 == 0:
                 core.add_program(self._random.uniform(0.3, 1.2))
             average = excess if average is None else 0.5 * (average + excess)
-            pace = np.where(np.sign(average) == sign, np.minimum(pace * PRICES.faster, PRICES.fastest), 1.0)
+            pace = np.where(np.sign(average) == sign, np.minimum(pace * settings.FASTER, settings.FASTEST), 1.0)
             sign = np.sign(average)
             prices = prices * np.exp(step * np.clip(average * pace, -0.5, 1.0))
-            if stalled >= PRICES.patience:
-                step, stalled = max(step * PRICES.shorter, PRICES.least_step), 0
+            if stalled >= settings.REPAIR_ROUNDS:
+                step, stalled = max(step * settings.SHORTER, settings.LEAST_STEP), 0
                 prices, pace = np.sqrt(prices * best_prices), np.ones(len(prices))
-            prices = np.maximum(prices, PRICES.least_price * prices.sum() / max(len(prices), 1))
+            prices = np.maximum(prices, LEAST_PRICE * prices.sum() / max(len(prices), 1))
             if trace is not None:
                 trace(f"{count} bound {bound:.6g} ({best_bound:.6g}) over {excess.max():.4f} best {self.value:.6g}")
         self.prices = best_prices
@@ -204,7 +207,7 @@ class PricedSearch:
         began = self.incumbent.seconds()
         share = self._spent.get("repair", 0.0) / max(self._spent["messages"], 1e-9)
         over = float(excess.max(initial=-np.inf))
-        if not self.offer(found) and 0 < over < PRICES.most_over and (share < 0.5 or self.best is None):
+        if not self.offer(found) and over > 0 and (share < 0.5 or self.best is None):
             repaired = self._repair(found, prices)
             if repaired is not None:
                 self._spend(repaired, self.network.used(repaired), prices)

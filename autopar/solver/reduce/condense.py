@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.problem import Array
 from autopar.solver.reduce.graph import Graph, Row
-
-MAX_ELEMENTS = 60_000_000
-"""Times x options up to which the dense table (8 bytes each) is made."""
 
 
 def condense_usages(graph: Graph) -> bool:
@@ -20,7 +18,7 @@ def condense_usages(graph: Graph) -> bool:
     nodes = [node for node in graph.nodes() if graph.rows[node]]
     options = sum(len(graph.costs[node]) for node in nodes)
     times = len(graph.limits)
-    if not times or not nodes or times * options > MAX_ELEMENTS:
+    if not times or not nodes or times * options > settings.TABLE:
         return False
     tables = [_dense(graph, node) for node in nodes]
     limits = graph.limits.copy()

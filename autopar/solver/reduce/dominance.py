@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.clock import tick
 from autopar.solver.problem import Array, IndexArray
 from autopar.solver.reduce.alike import alike
 from autopar.solver.reduce.graph import Graph
 
 _FORBIDDEN = 1e200
-
-AT_ONCE = 50_000
-"""Element operations that are done at once, where merging identical rows and columns first would take longer."""
 
 
 @dataclass
@@ -75,7 +73,7 @@ def _worst_exchange(matrix: Array, work: WorkBudget) -> Array:
     """worst[a, a'] = max over b of (matrix[a', b] - matrix[a, b])."""
     if len(matrix) * matrix.size > work.each:
         return np.full((len(matrix), len(matrix)), np.inf)
-    if len(matrix) * matrix.size <= AT_ONCE:
+    if len(matrix) * matrix.size <= settings.AT_ONCE:
         work.spend(len(matrix) * matrix.size)
         small = np.minimum(matrix.T, _FORBIDDEN, order="C")
         return np.asarray((small[:, None, :] - small[:, :, None]).max(axis=0))  # the first axis is the fastest

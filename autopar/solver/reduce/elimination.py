@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.clock import tick
 from autopar.solver.problem import Array
 from autopar.solver.reduce.graph import Graph
-
-AT_ONCE = 200_000
-"""Elements up to which a table is made for all options of the node that leaves, and not for one after the other."""
 
 Late = Callable[[], bool]
 
@@ -145,7 +143,7 @@ def _without(node: int, factors: Sequence[Factor], sizes: Mapping[int, int]) -> 
     scope = tuple(sorted({other for f in factors for other in f.scope} - {node}))
     shape = tuple(sizes[other] for other in scope)
     aligned = [_aligned(f, (node, *scope)) for f in sorted(factors, key=lambda f: f.table.size)]
-    if math.prod(shape) * sizes[node] <= AT_ONCE:
+    if math.prod(shape) * sizes[node] <= settings.AT_ONCE:
         total = aligned[0]
         for table in aligned[1:]:
             total = total + table

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from autopar import settings
 from autopar.solver.clock import now
 from autopar.solver.problem import (
     Basis,
@@ -21,9 +22,6 @@ from autopar.solver.problem import (
 
 ROUNDING = 1e-9
 """Relative rounding of sums of costs: bounds closer to an objective than this are not told apart from it."""
-
-NEAR_GAP = 0.05
-"""To what is expected: a choice nearer than that tells whether a better one would be of use."""
 
 Gap = Callable[[float], float]
 """The relative gap at which a search ends, of the objective that it has. It may grow with the work done."""
@@ -126,7 +124,7 @@ class Incumbent:
 
     def refused(self) -> bool:
         """Whether the choice is nearly as good as can be, and of no use: asked before what takes long."""
-        if self._refuses is None or self.choice is None or not self._is_within(NEAR_GAP):
+        if self._refuses is None or self.choice is None or not self._is_within(settings.NEAR):
             return False
         if self._asked is None or self._asked[0] != self.choice:
             self._asked = self.choice, self._refuses(self.choice)

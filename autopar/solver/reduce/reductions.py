@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar import settings
 from autopar.solver.clock import tick
 from autopar.solver.problem import Array
 from autopar.solver.reduce.alike import alike
@@ -16,21 +17,6 @@ from autopar.solver.reduce.graph import Graph, Row
 
 ROUNDING = 1e-13
 """Relative difference below which a matrix counts as a sum of a row and a column."""
-
-FILL_FACTOR = 1.5
-"""Eliminating a node may replace its pairs of options by this many times as many."""
-
-
-SMALL = 10_000
-"""Element operations of a min-plus product that are not worth merging identical rows and columns for."""
-
-
-WORTHWHILE = 0.01
-"""A round of dominance that drops a smaller share of the options is the last."""
-
-LARGE = 5000
-LEAST_PROGRESS = 1e-3
-"""Of a large graph's nodes and options: the other reductions that take out less are not tried another time."""
 
 
 UNLIMITED = WorkBudget(np.inf)
@@ -61,11 +47,11 @@ def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
         changed |= merge_determined(graph, work)
         changed |= eliminate(graph, work)
         taken = (1 - now / max(was, 1) for was, now in zip(before, graph.node_and_option_counts(), strict=True))
-        if not changed or (before[0] > LARGE and max(taken) < LEAST_PROGRESS):
+        if not changed or max(taken) < settings.NEAR:
             options = graph.size()[1]
             if not drop_dominated(graph, work):
                 break
-            worn = options - graph.size()[1] < WORTHWHILE * options
+            worn = options - graph.size()[1] < settings.NEAR * options
 
 
 def drop_forbidden(graph: Graph) -> bool:
@@ -184,7 +170,7 @@ def _merge_is_small(graph: Graph, node: int, other: int) -> bool:
     rest = [third for third in graph.neighbours[node] if third != other]
     before = mine * theirs + sum(mine * len(graph.costs[third]) for third in rest)
     after = sum(theirs * len(graph.costs[third]) for third in rest if third not in graph.neighbours[other])
-    return after <= FILL_FACTOR * before
+    return after <= settings.FILL * before
 
 
 def merge(graph: Graph, node: int, other: int, chosen: np.ndarray) -> None:
@@ -245,7 +231,7 @@ def _elimination_is_small(graph: Graph, node: int, u: int, v: int, most: float) 
     mine, one, two = len(graph.costs[node]), len(graph.costs[u]), len(graph.costs[v])
     if mine * one * two > most:
         return False
-    return v in graph.neighbours[u] or one * two <= FILL_FACTOR * mine * (one + two)
+    return v in graph.neighbours[u] or one * two <= settings.FILL * mine * (one + two)
 
 
 def _join(graph: Graph, node: int, u: int, v: int) -> None:
@@ -256,7 +242,7 @@ def _join(graph: Graph, node: int, u: int, v: int) -> None:
 
 def min_plus(left: Array, cost: Array, right: Array) -> Array:
     """result[b, c] = min over a of left[a, b] + cost[a] + right[a, c]."""
-    if left.shape[0] * left.shape[1] * right.shape[1] <= SMALL:
+    if left.shape[0] * left.shape[1] * right.shape[1] <= settings.AT_ONCE:
         return _min_plus(left, cost, right)
     b, c = alike(left.T), alike(right.T)
     left, right = left[:, b.first], right[:, c.first]
