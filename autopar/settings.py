@@ -86,6 +86,10 @@ NEARLY = 1.1
 times a step up to which others are looked at: a step takes hardly less than its cost, unless what the program waits for
 on several axes runs beside each other."""
 
+EXPOSED_SHARE = 5e-3
+"""Where the program of a plan that fits waits for transfers for more than this share of its cost, constraints are added
+that let them hide."""
+
 # -- rounds ------------------------------------------------------------------------------------------------------------
 
 ROUNDS = 40

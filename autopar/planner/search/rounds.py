@@ -267,7 +267,7 @@ def hides_more(search: Search, state: SearchState, active: ActiveSet, result: Re
     """Whether what a plan that fits sends leaves the step waiting, and constraints that let it hide are new: for copies
     to the host that find no time in the forward, and for what is fetched or gathered late since there is no room
     sooner."""
-    least = settings.NEAR * result.cost
+    least = settings.EXPOSED_SHARE * result.cost
     parts = FORWARD_PARTS if exposed_seconds(result.program) > least else 1
     tighter = False
     if result.early is not None:

@@ -99,13 +99,13 @@ def _descending(find: Within, until: float, best: Result | None) -> Iterator[Res
         if found is not None:
             yield (best := found)
             share *= share
-        elif share == (1 - settings.NEAR):
+        elif share == 1 - settings.NEAR:
             return
         else:
             share = 1 - settings.NEAR
 
 
-def aim(best: Result, share: float = (1 - settings.NEAR)) -> float:
+def aim(best: Result, share: float = 1 - settings.NEAR) -> float:
     """Bytes that the next peak should not be above."""
     return min(_peak(best) * share, _peak(best) - 1)
 

@@ -58,9 +58,9 @@ def fold(problem: Problem, known: Sequence[Run] | None = None) -> Tied | None:
     """The problem with the blocks of each run tied together; None where that would leave most of it. ``known``: runs of
     equal blocks, for who has found them."""
     runs = foldable(find_runs(problem) if known is None else known)
-    if sum(
-        (len(run.copies) - 2 * settings.FOLDED_MARGIN - 1) * run.copies.shape[1] for run in runs
-    ) < settings.SAVED * len(problem.costs):
+    tied = 2 * settings.FOLDED_MARGIN + 1  # blocks that are left of a run
+    saved = sum((len(run.copies) - tied) * run.copies.shape[1] for run in runs)
+    if saved < settings.SAVED * len(problem.costs):
         return None
     return tie(take_apart(problem, runs, settings.FOLDED_MARGIN))
 
