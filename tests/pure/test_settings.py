@@ -26,6 +26,7 @@ PRICES_OF_WORK = {
     "STEP",
 }
 IN_ERRORS = {"KINDS_NAMED", "LAYER_SHARE"}
+FIRST_VALUES = {"hiding_parts"}
 
 
 def is_number(value: ast.expr) -> bool:
@@ -36,8 +37,13 @@ def is_number(value: ast.expr) -> bool:
 
 
 def numbers(path: Path) -> Iterator[str]:
-    """The names of a module's numbers."""
-    for statement in ast.parse(path.read_text()).body:
+    """The names of a module's numbers, and of its classes' fields that are not 0 at first."""
+    module = ast.parse(path.read_text())
+    for field in (each for kind in module.body if isinstance(kind, ast.ClassDef) for each in kind.body):
+        value = field.value if isinstance(field, ast.AnnAssign) else None
+        if value is not None and is_number(value) and ast.unparse(value) not in ("0", "0.0", "True", "False"):
+            yield ast.unparse(field.target)
+    for statement in module.body:
         if isinstance(statement, ast.Assign):
             (target,), value = statement.targets, statement.value
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
@@ -49,7 +55,7 @@ def numbers(path: Path) -> Iterator[str]:
 
 def test_no_module_of_the_search_or_solver_has_a_setting_of_its_own() -> None:
     found = {name for path in SEARCHING for name in numbers(path)}
-    known = ROUNDINGS | STAND_INS | PRICES_OF_WORK | IN_ERRORS
+    known = ROUNDINGS | STAND_INS | PRICES_OF_WORK | IN_ERRORS | FIRST_VALUES
     assert found - known == set(), "these belong to autopar/settings.py, or steer nothing"
     assert known - found == set(), "these are no more"
 

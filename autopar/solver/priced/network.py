@@ -56,6 +56,7 @@ class Network:
         dearest = float(np.maximum.reduceat(dear, self.first[:-1]).sum()) if len(dear) else 0.0
         finite = np.isfinite(self.tables)
         dearest += float(self.tables.max(where=finite, initial=0.0)) or 1.0
+        # More than any choice that is worth comparing, and few enough digits above it.
         self.barred = 100 * dearest
         np.minimum(self.cost, self.barred, out=self.cost)
         np.minimum(self.tables, self.barred, out=self.tables)
