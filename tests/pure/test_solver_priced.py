@@ -72,7 +72,6 @@ def test_a_move_never_costs_more_and_messages_are_a_bound(problem: Problem, seed
     choice = any_choice(network, seed)
     moved = core.move(choice, rounds=seed % 3)
     assert network.value(moved, network.cost) <= network.value(choice, network.cost) + 1e-6
-    core.load()
     for forward in (True, False, True, False):
         bound = core.sweep(forward=forward)
         assert bound <= network.value(moved, network.cost) + 1e-6

@@ -83,7 +83,7 @@ def test_reductions_end_when_they_are_late() -> None:
 
 def test_a_sweep_that_is_late_tells_the_bound_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.solver.dual.dual.A_LOOK", 5)
-    dual = Dual(Graph(hard_problem(60, 5)))
+    dual = Dual.of(Graph(hard_problem(60, 5)))
     bound = dual.sweep(forward=False).lower_bound
     late = dual.sweep(forward=True, late=lambda: True)
     assert late.lower_bound == pytest.approx(bound)

@@ -31,14 +31,13 @@ class _End(NamedTuple):
 
     def slack(self, size: int) -> Array:
         """How much lower the price may be for each option before the piece's bound falls."""
-        self.dual.gather(self.node)
-        theta = self.dual.theta[self.node]
+        theta = self.dual.gather(self.node)
         full = np.full(size, MOST_SLACK)
         full[self.options] = (theta - theta.min()) / self.rate
         return full
 
     def add(self, change: Array) -> None:
-        self.dual.theta[self.node] = self.dual.theta[self.node] + self.rate * change[self.options]
+        self.dual.theta[self.node] += self.rate * change[self.options]
 
 
 class _Link(NamedTuple):
@@ -78,7 +77,7 @@ class Pieces:
         sizes = [len(price) for price in self.prices]
         if known is not None and len(known.messages) == len(graphs) and [len(p) for p in known.prices] == sizes:
             messages, self.prices = known.messages, list(known.prices)
-        self.duals = [Dual(graph, None, passed) for graph, passed in zip(graphs, messages, strict=True)]
+        self.duals = [Dual.of(graph, known=passed) for graph, passed in zip(graphs, messages, strict=True)]
         self.links = list(self._links(relaxation.parts))
         for link, price in zip(self.links, self.prices, strict=True):
             link.add(price)
@@ -86,7 +85,7 @@ class Pieces:
 
     def _links(self, parts: Parts) -> Iterator[_Link]:
         def end(piece: int, node: int, rate: float = 1.0) -> _End:
-            return _End(self.duals[piece], node, self.duals[piece].graph.options[node], rate)
+            return _End(self.duals[piece], node, self.duals[piece].options[node], rate)
 
         for r, block in enumerate(parts.blocks, 1):
             for column, ghost, before, behind in block.seams:

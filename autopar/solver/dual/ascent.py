@@ -14,6 +14,7 @@ from autopar.solver.dual.search import Search
 from autopar.solver.problem import Array, Messages, relative_gap
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
+from autopar.solver.reduce.reductions import drop_forbidden
 
 
 def search_from(
@@ -46,7 +47,7 @@ def ascend(
     Prices of usages stay as they are. With ``choice_only`` it also ends when the gap is small and no
     better choice was found for long. It goes on from ``known`` messages, and returns its own.
     """
-    dual = Dual(graph, prices, known)
+    dual = Dual.of(graph, prices, known)
     best = -math.inf
     superfluous = _Superfluous(graph)
     stalled, found = 0, 0
@@ -76,8 +77,9 @@ def ascend(
         if incumbent.proven() or incumbent.seconds() > deadline or stalled >= settings.PATIENCE:
             break
         if count % 4 == 3 and superfluous.many():
-            superfluous.remove(dual)
-    superfluous.remove(dual)
+            superfluous.remove()
+            dual = Dual.of(graph, prices, dual.messages())
+    superfluous.remove()
     return dual.messages()
 
 
@@ -99,15 +101,17 @@ class _Superfluous:
         gone = sum(int(mask.sum()) for mask in self.masks.values())
         return gone > settings.SAVED * sum(map(len, self.masks.values()))
 
-    def remove(self, dual: Dual) -> None:
-        """Take them out of the graph.
+    def remove(self) -> None:
+        """Take them out of the graph, and what then has no partner at some neighbour.
 
         Raises:
             InfeasibleError: nothing better is left.
         """
         if any(mask.all() for mask in self.masks.values()):
             raise InfeasibleError("Nothing better is left.")
-        dual.keep({node: ~mask for node, mask in self.masks.items()})
+        for node, mask in self.masks.items():
+            self.graph.keep(node, ~mask)
+        drop_forbidden(self.graph)
         self.graph.forget_shared()
         self._reset()
 
@@ -118,7 +122,7 @@ def bar_superfluous_pairs(graph: Graph, incumbent: Incumbent, prices: Array, kno
     Raises:
         InfeasibleError: no choice is better than the incumbent.
     """
-    dual = Dual(graph, prices, known)
+    dual = Dual.of(graph, prices, known)
     barred = {(u, v): np.zeros(graph.neighbours[u][v].shape, dtype=bool) for u, v in graph.pairs()}
     for count in range(6):
         if incumbent.seconds_left() < 0:
@@ -126,7 +130,7 @@ def bar_superfluous_pairs(graph: Graph, incumbent: Incumbent, prices: Array, kno
         result = dual.sweep(forward=count % 2 == 1, decode=False)
         incumbent.raise_bound(result.lower_bound)
         for (u, v), mask in barred.items():
-            mask |= dual.pair_bounds(u, v, result.lower_bound) > incumbent.cutoff()
+            mask |= dual.pair_bounds(u, v, graph.neighbours[u][v], result.lower_bound) > incumbent.cutoff()
     total = 0
     for (u, v), mask in barred.items():
         mask &= np.isfinite(graph.neighbours[u][v])

@@ -9,13 +9,14 @@ Rows of usage are priced by multipliers; any multipliers >= 0 give a valid bound
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.solver.clock import A_LOOK, tick
-from autopar.solver.problem import BARRED, Array, Messages
+from autopar.solver.problem import BARRED, Array, IndexArray, Messages
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.ordering import narrow_order
 
@@ -30,144 +31,180 @@ class SweepResult:
     marginals: dict[int, Array]
 
 
-class Dual:
-    """The state of the ascent for a graph that doesn't change meanwhile. It goes on from the ``known`` messages of the
-    graph while there was more of it, or of one with other costs: any messages give a valid bound."""
+class _Side(NamedTuple):
+    """Edges of a node on one side.
 
-    def __init__(self, graph: Graph, prices: Array | None = None, known: Messages | None = None) -> None:
-        self.graph = graph
-        self.nodes = graph.nodes()
-        self.order = narrow_order(self.nodes, graph.neighbours)
-        self.prices = np.zeros(len(graph.limits)) if prices is None else prices.copy()
-        self.theta = {node: graph.costs[node].copy() for node in self.nodes}
-        self.push: dict[int, dict[int, Array]] = {
-            node: {other: np.zeros(len(graph.costs[node])) for other in sorted(graph.neighbours[node])}
-            for node in self.nodes
-        }
-        rank = {node: place for place, node in enumerate(self.order)}
-        self.earlier = {node: [o for o in self.push[node] if rank[o] < rank[node]] for node in self.nodes}
-        self.later = {node: [o for o in self.push[node] if rank[o] > rank[node]] for node in self.nodes}
-        self._price_usages(self.prices)
+    Args:
+        others: the nodes there.
+        handed: what the node has handed to each edge of its costs, shape (edges, options).
+        edges: of each edge its matrix, and what the other node has handed to it, as a column.
+        elements: of the matrices.
+    """
+
+    others: Sequence[int]
+    handed: Array
+    edges: Sequence[tuple[Array, Array]]
+    elements: int
+
+
+class Dual:
+    """The state of the ascent on nodes and edges that stay.
+
+    Args:
+        costs: of the options of each node.
+        neighbours: for each node and neighbour the matrix of their edge, shape (own options, the neighbour's). Where
+            matrices are written to while the ascent goes on, messages are about what they are then.
+        constant: is added to every bound.
+        options: numbers by which later ascents know those of each node.
+        known: messages of these nodes while there were more of them, or under other costs, to go on from: any messages
+            give a valid bound.
+    """
+
+    def __init__(
+        self,
+        costs: Mapping[int, Array],
+        neighbours: Mapping[int, Mapping[int, Array]] | Sequence[Mapping[int, Array]],
+        constant: float = 0.0,
+        options: Mapping[int, IndexArray] | None = None,
+        known: Messages | None = None,
+    ) -> None:
+        self.constant = constant
+        self.options = options or {node: np.arange(len(cost)) for node, cost in costs.items()}
+        self._all = np.concatenate([*costs.values(), np.zeros(0)])
+        views = np.split(self._all, np.cumsum([len(cost) for cost in costs.values()])[:-1]) if costs else []
+        self.theta = dict(zip(costs, views, strict=True))
+        order = narrow_order(list(costs), neighbours)
+        rank = {node: place for place, node in enumerate(order)}
+        around = {node: sorted(neighbours[node], key=rank.__getitem__) for node in order}
+        self._place = {(node, other): i for node, others in around.items() for i, other in enumerate(others)}
+        self._handed = {node: np.zeros((len(around[node]), len(costs[node]))) for node in order}
         self._hand_out(known or {})
-        self._elements = 0
-        for node in self.order:
-            for other in self.earlier[node]:
-                self._collect(node, other)
-        self._count(len(self.nodes))
+        self._sides: dict[int, tuple[_Side, _Side]] = {}
+        for node in order:
+            cut = sum(rank[other] < rank[node] for other in around[node])
+            earlier, later = (
+                self._side(node, around[node], part, neighbours) for part in (slice(cut), slice(cut, None))
+            )
+            self._sides[node] = earlier, later
+            self._collect(node, earlier)
+        up = [(node, earlier, later) for node, (earlier, later) in self._sides.items()]
+        self._steps = {True: up, False: [(node, later, earlier) for node, earlier, later in reversed(up)]}
+        self._count(up)
+
+    @classmethod
+    def of(cls, graph: Graph, prices: Array | None = None, known: Messages | None = None) -> Dual:
+        """That of a graph which doesn't change meanwhile, with usages priced, in seconds a byte at each time."""
+        nodes, costs = graph.nodes(), dict(enumerate(graph.costs))
+        if prices is not None and prices.any():
+            total = np.concatenate([[0.0], np.cumsum(prices)])
+            for node in nodes:
+                for row in graph.rows[node]:
+                    costs[node] = costs[node] + (total[row.end] - total[row.start]) * row.amount
+        constant = graph.offset - (0.0 if prices is None else float(prices @ graph.limits))
+        options = {node: graph.options[node] for node in nodes}
+        return cls({node: costs[node] for node in nodes}, graph.neighbours, constant, options, known)
 
     def messages(self) -> Messages:
         """What a later ascent can go on from."""
-        return {node: (self.graph.options[node], pushed) for node, pushed in self.push.items()}
+        found: dict[int, tuple[IndexArray, dict[int, Array]]] = {n: (self.options[n], {}) for n in self.theta}
+        for (node, other), i in self._place.items():
+            found[node][1][other] = self._handed[node][i].copy()
+        return found
 
     def _hand_out(self, known: Messages) -> None:
-        for node in self.nodes:
-            options, handed = known.get(node, (self.graph.options[node], {}))
-            for other in self.push[node].keys() & handed.keys():
-                own = self.graph.options[node]
+        for (node, other), i in self._place.items():
+            options, handed = known.get(node, (self.options[node], {}))
+            if other in handed:
+                own = self.options[node]
                 at = np.minimum(np.searchsorted(options, own), len(options) - 1)
-                part = np.where(options[at] == own, handed[other][at], 0.0)
-                self.push[node][other] = part
-                self.theta[node] = self.theta[node] - part
+                self._handed[node][i] = np.where(options[at] == own, handed[other][at], 0.0)
+                self.theta[node] -= self._handed[node][i]
 
-    def _count(self, nodes: int) -> None:
-        tick("swept node", nodes)
-        tick("element of a message", self._elements)
-        self._elements = 0
+    def _side(
+        self,
+        node: int,
+        around: Sequence[int],
+        part: slice,
+        neighbours: Mapping[int, Mapping[int, Array]] | Sequence[Mapping[int, Array]],
+    ) -> _Side:
+        others = around[part]
+        columns = (self._handed[other][self._place[other, node]][:, None] for other in others)
+        matrices = [neighbours[other][node] for other in others]
+        edges = list(zip(matrices, columns, strict=True))
+        return _Side(others, self._handed[node][part], edges, sum(matrix.size for matrix in matrices))
 
-    def keep(self, masks: dict[int, np.ndarray]) -> None:
-        """Take the options out of the graph for which a mask is false; what was passed about the others stays.
+    def _count(self, steps: Sequence[tuple[int, _Side, _Side]]) -> None:
+        tick("swept node", len(steps))
+        tick("swept edge", sum(len(behind.edges) for _, behind, _ in steps))
+        tick("element of a message", sum(behind.elements for _, behind, _ in steps))
 
-        Raises:
-            InfeasibleError: a node has none left.
-        """
-        touched: set[int] = set()
-        for node, mask in masks.items():
-            if not mask.all():
-                self.graph.keep(node, mask)
-                self.theta[node] = self.theta[node][mask]
-                self.push[node] = {other: pushed[mask] for other, pushed in self.push[node].items()}
-                touched.update(self.graph.neighbours[node])
-        if touched:
-            self.keep({node: self._supported(node) for node in sorted(touched)})
+    def _collect(self, node: int, side: _Side) -> None:
+        """Move the min-marginals of these edges to ``node``."""
+        if not side.edges:
+            return
+        least = np.empty_like(side.handed)
+        for i, (matrix, column) in enumerate(side.edges):
+            np.minimum.reduce(matrix + column, axis=0, out=least[i])
+        self.theta[node] += (side.handed + least).sum(axis=0)
+        np.negative(least, out=side.handed)
 
-    def _supported(self, node: int) -> np.ndarray:
-        """Which options have a partner at every neighbour."""
-        mask = np.ones(len(self.theta[node]), dtype=bool)
-        for matrix in self.graph.neighbours[node].values():
-            mask &= np.isfinite(matrix).any(axis=1)
-        return mask
+    def gather(self, node: int) -> Array:
+        """Move the min-marginals of all its edges to ``node``; its costs then."""
+        for side in self._sides[node]:
+            self._collect(node, side)
+        return self.theta[node]
 
-    def _collect(self, node: int, other: int) -> None:
-        """Move the min-marginals of the edge to ``node``."""
-        matrix, handed = self.graph.neighbours[other][node], self.push[other][node]
-        self._elements += matrix.size
-        least = (matrix + handed[:, None]).min(axis=0)
-        self.theta[node] += self.push[node][other] + least
-        self.push[node][other] = -least
-
-    def gather(self, node: int) -> None:
-        """Move the min-marginals of all its edges to ``node``."""
-        for other in self.push[node]:
-            self._collect(node, other)
+    def add(self, change: Array) -> None:
+        """To the costs of the options of all nodes, one node after the other."""
+        self._all += change
 
     def sweep(self, forward: bool, *, decode: bool = True, late: Callable[[], bool] | None = None) -> SweepResult:
         """One pass; the bound after it, a choice, and for each option a bound on every choice that takes it.
 
         Where it gets ``late`` on the way, the bound is that from before, and choice and marginals are empty.
         """
-        order = self.order if forward else self.order[::-1]
-        behind, ahead = (self.earlier, self.later) if forward else (self.later, self.earlier)
-        constant = self.graph.offset - float(self.prices @ self.graph.limits)
-        bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
-        bound_before = bound
+        steps = self._steps[forward]
+        bound = bound_before = self._bound()
         choice: dict[int, int] = {}
         marginals: dict[int, Array] = {}
         handed_least: dict[int, float] = {}
-        for at, node in enumerate(order, 1):
+        for at, (node, behind, ahead) in enumerate(steps, 1):
             if at % A_LOOK == 0:
-                self._count(A_LOOK)
+                self._count(steps[at - A_LOOK : at])
                 if late is not None and late():
                     return SweepResult(bound_before, {}, {})
-            if decode:
-                choice[node] = self._decode(node, behind[node], choice)
-            before = float(self.theta[node].min()) + sum(handed_least[other] for other in behind[node])
-            for other in behind[node]:
-                self._collect(node, other)
             theta = self.theta[node]
+            if decode:
+                choice[node] = _decode(theta, behind, choice)
+            before = float(theta.min()) + sum([handed_least[other] for other in behind.others])
+            self._collect(node, behind)
             least = float(theta.min())
             bound += least - before
             marginals[node] = theta + (bound - least)
-            share = 1.0 / max(len(behind[node]), len(ahead[node]), 1)
+            share = 1.0 / max(len(behind.others), len(ahead.others), 1)
             handed_least[node] = share * least
-            if ahead[node]:
+            if ahead.others:
                 part = theta * share
-                for other in ahead[node]:
-                    self.push[node][other] += part
-                self.theta[node] = theta - part * len(ahead[node])
-        self._count(len(order) % A_LOOK)
-        bound = constant + math.fsum(float(self.theta[node].min()) for node in self.nodes)
-        return SweepResult(bound, choice, marginals)
+                handed = ahead.handed
+                handed += part
+                theta -= part * len(ahead.others)
+        self._count(steps[len(steps) - len(steps) % A_LOOK :])
+        return SweepResult(self._bound(), choice, marginals)
 
-    def _decode(self, node: int, earlier: list[int], choice: dict[int, int]) -> int:
-        """The cheapest option given what earlier nodes chose."""
-        total = self.theta[node].copy()
-        for other in earlier:
-            column = np.minimum(self.graph.neighbours[other][node][choice[other]], BARRED)
-            total += column + self.push[node][other]
-        return int(total.argmin())
+    def _bound(self) -> float:
+        return self.constant + math.fsum(float(theta.min()) for theta in self.theta.values())
 
-    # -- multipliers -----------------------------------------------------------------------------------------------
+    def pair_bounds(self, u: int, v: int, matrix: Array, lower_bound: float) -> Array:
+        """Right after a sweep: a bound on every choice that takes options a of u and b of v, whose edge has this
+        matrix."""
+        left = self.theta[u] - self.theta[u].min() + self._handed[u][self._place[u, v]]
+        right = self.theta[v] - self.theta[v].min() + self._handed[v][self._place[v, u]]
+        return np.asarray(matrix + left[:, None] + right + lower_bound)
 
-    def _price_usages(self, change: Array) -> None:
-        if not change.any():
-            return
-        total = np.concatenate([[0.0], np.cumsum(change)])
-        for node in self.nodes:
-            for row in self.graph.rows[node]:
-                self.theta[node] += (total[row.end] - total[row.start]) * row.amount
 
-    def pair_bounds(self, u: int, v: int, lower_bound: float) -> Array:
-        """Right after a sweep: a bound on every choice that takes options a of u and b of v."""
-        left = self.theta[u] - self.theta[u].min() + self.push[u][v]
-        right = self.theta[v] - self.theta[v].min() + self.push[v][u]
-        return np.asarray(self.graph.neighbours[u][v] + left[:, None] + right + lower_bound)
+def _decode(theta: Array, behind: _Side, choice: Mapping[int, int]) -> int:
+    """The cheapest option given what earlier nodes chose."""
+    total = theta + behind.handed.sum(axis=0)
+    for other, (matrix, _) in zip(behind.others, behind.edges, strict=True):
+        total += np.minimum(matrix[choice[other]], BARRED)
+    return int(total.argmin())

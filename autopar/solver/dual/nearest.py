@@ -114,7 +114,7 @@ def prices_of(graph: Graph, plain: Model, found: highs.Relaxation) -> Array:
 
 def _told(graph: Graph, prices: Array, seconds_left: Callable[[], float]) -> dict[int, Array]:
     """How much dearer options are than the best of their node, at about the least, under prices of the limit."""
-    dual, marginals = Dual(graph, prices), {node: np.zeros(len(graph.costs[node])) for node in graph.nodes()}
+    dual, marginals = Dual.of(graph, prices), {node: np.zeros(len(graph.costs[node])) for node in graph.nodes()}
     for count in range(settings.LEAST_SWEEPS):
         found = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0)
         marginals = found.marginals or marginals
@@ -141,7 +141,7 @@ def _proven(
     graph: Graph, prices: Array, optimum: float, gap: float, seconds_left: Callable[[], float]
 ) -> tuple[dict[int, Array], float]:
     """What each option costs at the least, and a bound: no nearer to ``optimum`` than half of ``gap``."""
-    dual, bound, far = Dual(graph, prices), -math.inf, []
+    dual, bound, far = Dual.of(graph, prices), -math.inf, []
     least = {node: np.full(len(graph.costs[node]), -np.inf) for node in graph.nodes()}
     for count in range(settings.ROUNDS):
         found = dual.sweep(forward=count % 2 == 0, decode=False, late=lambda: seconds_left() <= 0)

@@ -6,11 +6,10 @@ import numpy as np
 
 from autopar import settings
 from autopar.solver.clock import tick
+from autopar.solver.dual.dual import Dual
 from autopar.solver.priced.elimination import Program, plan
 from autopar.solver.priced.network import Network, Pair
-from autopar.solver.priced.sweeps import Sweeps
-from autopar.solver.problem import Array, IndexArray
-from autopar.solver.reduce.ordering import narrow_order
+from autopar.solver.problem import Array, IndexArray, Messages
 
 
 class Core:
@@ -31,14 +30,17 @@ class Core:
         for u, v in made.slots:
             self._around[u].append(v)
             self._around[v].append(u)
-        order = narrow_order(made.left, self._around)
-        self._sweeps = Sweeps(order, made.slots, self._sizes, network.first.tolist())
+        self._dual: Dual | None = None
+        self._told = np.zeros(0)
         self._programs: list[Program] = []
         self._turn = 0
         self._tables = np.zeros(made.end)
         self._tables[: len(network.tables)] = network.tables
         self._read_conditionals()
         self.costs = network.cost
+        self._options: IndexArray = np.concatenate(
+            [np.arange(network.first[node], network.first[node + 1]) for node in made.left] or [np.zeros(0, np.int64)]
+        )
 
     def _read_conditionals(self) -> None:
         """Of the tables between two nodes of the core: what each pays for its options, given the other's choice."""
@@ -79,6 +81,8 @@ class Core:
         program = Program(self.network.sizes, self.network.first, made, None)
         if program.end > len(self._tables):
             self._tables = np.concatenate([self._tables, np.zeros(program.end - len(self._tables))])
+            if self._dual is not None:  # its matrices were parts of the former tables
+                self._dual = self._passing(self._dual.messages())
         self._programs.append(program)
 
     def programs(self) -> int:
@@ -91,17 +95,33 @@ class Core:
         self.costs = cost.copy()
         self._leaves.forward(self.costs, self._tables)
 
-    def load(self) -> None:
-        """Let messages be about the present costs."""
-        self._sweeps.load(self.costs, self._tables)
-
-    def sweep(self, *, forward: bool, choice: IndexArray | None = None, marginals: Array | None = None) -> float:
-        """One pass of messages; a bound on what every choice costs under the present costs."""
-        bound = self._sweeps.sweep(forward=forward, choice=choice, marginals=marginals)
-        return bound + self._leaves.alone(self.costs)
+    def sweep(self, *, forward: bool, choice: IndexArray | None = None) -> float:
+        """One pass of messages; a bound on what every choice costs under the present costs. ``choice``: where the best
+        options given those of the nodes before are written."""
+        if self._dual is None:
+            self._dual = self._passing({})
+        costs = self.costs[self._options]
+        self._dual.add(costs - self._told)
+        self._told = costs
+        found = self._dual.sweep(forward, decode=choice is not None)
+        if choice is not None:
+            choice[list(found.choice)] = list(found.choice.values())
+        return found.lower_bound + self._leaves.alone(self.costs)
 
     def forget(self) -> None:
-        self._sweeps.forget()
+        """What was passed."""
+        self._dual = None
+
+    def _passing(self, known: Messages) -> Dual:
+        """Messages about the present costs."""
+        first, neighbours = self.network.first, dict[int, dict[int, Array]]((node, {}) for node in self._around)
+        for (u, v), at in self._slots.items():
+            shape = self._sizes[u], self._sizes[v]
+            table = self._tables[at : at + shape[0] * shape[1]].reshape(shape)
+            neighbours[u][v], neighbours[v][u] = table, table.T
+        self._told = self.costs[self._options]
+        costs = {node: self.costs[first[node] : first[node + 1]] for node in neighbours}
+        return Dual(costs, neighbours, known=known)
 
     def complete(self, choice: IndexArray) -> None:
         """The best options of all nodes outside the core, given those in it."""

@@ -80,7 +80,6 @@ class PricedSearch:
         began = self.incumbent.seconds()
         self.rounds += 1
         self._price(prices)
-        self.core.load()
         self.core.sweep(forward=True)
         bound = self.core.sweep(forward=False, choice=choice) - float(
             (prices * self.network.limits).sum() / self.network.whole
