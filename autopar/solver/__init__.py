@@ -6,7 +6,7 @@ from autopar.solver.blocks.parts import Tied
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.dual.planes import highest_point
 from autopar.solver.integer.pulp_backend import solver_name
-from autopar.solver.minimum_limit import minimum_limit, smallest_choice, sum_of_least
+from autopar.solver.minimum_limit import smallest_choice, sum_of_least
 from autopar.solver.pipeline import solve
 from autopar.solver.problem import (
     NO_DUALS,
@@ -41,7 +41,6 @@ __all__ = [
     "fold",
     "gap_of",
     "highest_point",
-    "minimum_limit",
     "peak_usage",
     "relative_gap",
     "shift_of",

@@ -20,17 +20,6 @@ from autopar.solver.problem import Array, Edge, Problem, Usage, UsagePrices, eva
 from autopar.solver.reduce.usage import UsageTable, with_usages_priced
 
 
-def minimum_limit(problem: Problem, time_limit: float = 30.0, *, backend: str = "auto") -> float:
-    """Bytes; the least to within a relative 1e-4 when the search ends in time, else a limit that is known to be enough.
-
-    Where blocks repeat they choose alike: the limit is enough, and the least that equal blocks need.
-
-    Raises:
-        InfeasibleError: no choice is allowed at any limit.
-    """
-    return peak_usage(problem, smallest_choice(problem, time_limit, backend=backend))
-
-
 def smallest_choice(
     problem: Problem,
     time_limit: float = 30.0,
@@ -39,8 +28,8 @@ def smallest_choice(
     known: Sequence[Sequence[int]] = (),
     gap: float = 1e-4,
 ) -> tuple[int, ...]:
-    """A choice that ``minimum_limit`` is the peak usage of, to within ``gap``; none of the choices ``known`` has a
-    smaller one.
+    """A choice of the smallest peak usage, to within ``gap`` when the search ends in time; none of the choices
+    ``known`` has a smaller one. Where blocks repeat they choose alike, so others may have.
 
     Raises:
         InfeasibleError: no choice is allowed at any limit.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver import Edge, Problem, Solution, Usage, evaluate, minimum_limit, peak_usage, solve
+from autopar.solver import Edge, Problem, Solution, Usage, evaluate, peak_usage, smallest_choice, solve
 from autopar.solver.clock import only_counted
 from autopar.solver.integer import highs as highs_backend
 from tests.brute_force import brute_force
@@ -76,12 +76,12 @@ def test_is_deterministic(problem: Problem) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(problems(limited=True))
-def test_minimum_limit_is_the_smallest_feasible(problem: Problem) -> None:
+def test_the_peak_of_the_smallest_choice_is_the_least_limit(problem: Problem) -> None:
     if brute_force_or_none(replace(problem, limit=math.inf)) is None:
         with pytest.raises(InfeasibleError):
-            minimum_limit(problem, 10.0)
+            smallest_choice(problem, 10.0)
         return
-    limit = minimum_limit(problem, 10.0)
+    limit = peak_usage(problem, smallest_choice(problem, 10.0))
     brute_force(replace(problem, limit=limit))
     if limit > 0:
         with pytest.raises(InfeasibleError):

@@ -34,7 +34,7 @@ from autopar.planner.search.fitting import scheduled
 from autopar.planner.search.keeping import Keeping
 from autopar.program import Program
 from autopar.sharding import ShardingSpec, Strategy
-from autopar.solver import Problem, Solution, peak_usage, smallest_choice, solve
+from autopar.solver import Problem, Solution, solve
 from autopar.solver.clock import now
 
 EQUAL = 1e-12
@@ -255,9 +255,7 @@ class CheckpointSearch:
     def smallest(self, deadline: float, begin: Sequence[int] | None = None) -> Checkpointed:
         """The choice of the smallest peak that was found: from ``begin`` or rules on, each smaller than the last, by
         ever less; of small problems by a byte in the end, so that none is smaller."""
-        if begin is None:
-            begin = self.smallest_by_rules() if self.rules is not None else self._smallest_by_rows(deadline)
-        best = self._checkpointed(begin)
+        best = self._checkpointed(self.smallest_by_rules() if begin is None else begin)
         exact = len(self.decisions.variables) <= settings.SMALL
         shares = [settings.LESS, settings.LESS / 4, settings.LESS / 16]
         for less in (*shares, 0.0) if exact else shares:
@@ -272,23 +270,6 @@ class CheckpointSearch:
     def smallest_by_rules(self) -> Sequence[int]:
         assert self.rules is not None
         return min(self.rules.spread(), key=lambda choice: self.measured(choice)[1].peak_bytes)
-
-    def _smallest_by_rows(self, deadline: float) -> Sequence[int]:
-        plain = len(self.decisions.variables)
-        moments = self._first_moments()
-        found: list[tuple[int, Sequence[int]]] = []
-        for _ in range(settings.ROUNDS):
-            asked = self._asked(moments, math.inf)
-            seconds = max(settings.SIDE_SHARE * (deadline - now()), settings.LEAST_S)
-            chosen = smallest_choice(asked, seconds, backend=self.options.solver)
-            program, memory = self.measured(chosen[:plain], 0.0)
-            found.append((memory.peak_bytes, chosen[:plain]))
-            reached = peak_usage(asked, chosen) * (1 + 1e-9)
-            over = self._unseen(points_over(program, self.decisions, memory.timeline, reached), chosen[:plain])
-            if all(m in moments for m in over) or now() > deadline:
-                break
-            moments |= over
-        return min(found, key=lambda f: f[0])[1]
 
     def _checkpointed(self, choice: Sequence[int], budget: float = 0.0) -> Checkpointed:
         program, memory = self.measured(choice, budget)
