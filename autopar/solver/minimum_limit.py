@@ -11,7 +11,6 @@ import numpy as np
 
 from autopar import settings
 from autopar.errors import InfeasibleError, SolverError
-from autopar.solver.blocks.folding import foldable
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.clock import now
@@ -34,7 +33,7 @@ def smallest_choice(
     Raises:
         InfeasibleError: no choice is allowed at any limit.
     """
-    runs = foldable(find_runs(problem))
+    runs = find_runs(problem)
     found = [tuple(c) for c in known]
     if runs:
         tied = tie(take_apart(problem, runs, settings.FOLDED_MARGIN))

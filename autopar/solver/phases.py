@@ -209,9 +209,9 @@ class Reduce:
         # Where time is short, a first choice made better is all that there will be.
         late = math.inf if state.limited else state.until(settings.SIDE_SHARE)
         if not state.limited and incumbent.choice is not None and not state.reduced:
-            search_from(graph, graph.project(incumbent.choice), incumbent, "local search", pairs=False, until=late)
+            search_from(graph, graph.project(incumbent.choice), incumbent, "local search", late)
         for choice in state.warm_starts:
-            search_from(graph, graph.project(tuple(choice)), incumbent, "warm start and local search", until=late)
+            search_from(graph, graph.project(tuple(choice)), incumbent, "warm start and local search", late)
         incumbent.raise_bound(graph.least())
         state.size.update(_sizes("reduced_", graph))
         if not graph.nodes():

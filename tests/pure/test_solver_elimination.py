@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.solver import Edge, Problem, UsagePrices, evaluate, solve
-from autopar.solver.blocks.folding import foldable
 from autopar.solver.blocks.parts import take_apart
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Relaxation
@@ -114,7 +113,7 @@ class TestPieces:
         problem = chain(random, int(random.integers(12, 30)), width=2, hub=bool(seed % 2))
         best = eliminated(problem)
         try:
-            relaxation = Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
+            relaxation = Relaxation(take_apart(problem, find_runs(problem), 1), UsagePrices())
         except InfeasibleError:
             return
         pieces, last = Pieces(relaxation), -math.inf
@@ -136,7 +135,7 @@ class TestPieces:
         problem = chain(random, int(random.integers(12, 30)), width=2, hub=bool(seed % 2))
         other = _with_other_costs(problem, random)
         try:
-            one, two = (Relaxation(take_apart(p, foldable(find_runs(p)), 1), UsagePrices()) for p in (problem, other))
+            one, two = (Relaxation(take_apart(p, find_runs(p), 1), UsagePrices()) for p in (problem, other))
         except InfeasibleError:
             return
         pieces = Pieces(one)
@@ -148,7 +147,7 @@ class TestPieces:
 
     def test_what_pieces_of_another_shape_have_traded_is_left_alone(self) -> None:
         relaxations = [
-            Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
+            Relaxation(take_apart(problem, find_runs(problem), 1), UsagePrices())
             for problem in (chain(np.random.default_rng(7), 20, options=options) for options in (2, 3))
         ]
         small, large = map(Pieces, relaxations)

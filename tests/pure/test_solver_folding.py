@@ -17,7 +17,7 @@ from autopar.repetition.minimum_cut import least_crossing
 from autopar.settings import FOLDED_LEAST
 from autopar.solver import Edge, Problem, Usage, UsagePrices, evaluate, solve
 from autopar.solver.blocks.bounds import Bounds
-from autopar.solver.blocks.folding import fold, foldable
+from autopar.solver.blocks.folding import fold
 from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Relaxation
@@ -272,7 +272,7 @@ class TestParts:
     def test_a_tied_choice_costs_and_uses_the_same_in_the_whole(self, seed: int) -> None:
         random = np.random.default_rng(seed)
         problem = chain(random, int(random.integers(8, 14)), hub=bool(seed % 2), limit=30.0)
-        runs = foldable(find_runs(problem))
+        runs = find_runs(problem)
         tied = tie(take_apart(problem, runs, 1))
         assert runs
         assert len(tied.problem.costs) < len(problem.costs)
@@ -287,7 +287,7 @@ class TestParts:
         sizes = set()
         for copies in (10, 40):
             problem = chain(np.random.default_rng(5), copies, width=3, hub=True)
-            parts = take_apart(problem, foldable(find_runs(problem)), 1)
+            parts = take_apart(problem, find_runs(problem), 1)
             sizes.add((len(parts.ends.costs), *(len(block.problem.costs) for block in parts.blocks)))
         assert len(sizes) == 1
 
@@ -300,7 +300,7 @@ class TestBound:
         problem = chain(
             random, FOLDED_LEAST + 2, width=1, options=2, hub=bool(seed % 2), limit=float(random.integers(5, 30))
         )
-        runs = foldable(find_runs(problem))
+        runs = find_runs(problem)
         parts = take_apart(problem, runs, 1)
         usage_prices = UsagePrices(np.array([0.0]), np.array([float(random.random())]))
         try:
@@ -318,7 +318,7 @@ class TestBound:
 
     def test_message_passing_finds_prices_that_close_the_gap_of_a_chain(self) -> None:
         problem = chain(np.random.default_rng(7), 30, width=1)
-        relaxation = Relaxation(take_apart(problem, foldable(find_runs(problem)), 1), UsagePrices())
+        relaxation = Relaxation(take_apart(problem, find_runs(problem), 1), UsagePrices())
         pieces = Pieces(relaxation)
         for count in range(100):
             pieces.sweep(forward=count % 2 == 1)
@@ -363,7 +363,7 @@ class TestCore:
     def test_its_optimum_is_that_of_the_tied_problem(self, seed: int) -> None:
         random = np.random.default_rng(seed)
         problem = chain(random, int(random.integers(8, 20)), width=3, hub=bool(seed % 2))
-        tied = tie(take_apart(problem, foldable(find_runs(problem)), 1))
+        tied = tie(take_apart(problem, find_runs(problem), 1))
         try:
             core = Relaxation(tied.parts, UsagePrices()).core(tied)
             expected = flat_optimum(tied.problem)

@@ -49,15 +49,10 @@ class Attempt(Protocol):
 BeginPart: TypeAlias = Callable[[Part], Attempt]
 
 
-def foldable(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The runs that are long enough to be worth folding."""
-    return tuple(run for run in runs if len(run.copies) >= settings.FOLDED_LEAST)
-
-
 def fold(problem: Problem, known: Sequence[Run] | None = None) -> Tied | None:
     """The problem with the blocks of each run tied together; None where that would leave most of it. ``known``: runs of
     equal blocks, for who has found them."""
-    runs = foldable(find_runs(problem) if known is None else known)
+    runs = find_runs(problem) if known is None else known
     tied = 2 * settings.FOLDED_MARGIN + 1  # blocks that are left of a run
     saved = sum((len(run.copies) - tied) * run.copies.shape[1] for run in runs)
     if saved < settings.SAVED * len(problem.costs):

@@ -22,13 +22,11 @@ def search_from(
     choice: dict[int, int],
     incumbent: Incumbent,
     found_by: str,
-    *,
-    pairs: bool = True,
     until: float = math.inf,
 ) -> bool:
     """Improve a choice by local search, no later than ``until`` (seconds since the start), and offer it."""
     search = Search(graph, choice)
-    search.descend(lambda: min(incumbent.seconds_left(), until - incumbent.seconds()), pairs=pairs)
+    search.descend(lambda: min(incumbent.seconds_left(), until - incumbent.seconds()))
     return incumbent.offer(graph.expand(search.choice), found_by)
 
 
@@ -61,7 +59,7 @@ def ascend(
         incumbent.raise_bound(result.lower_bound)
         if not result.marginals:
             break
-        if looks and search_from(graph, result.choice, incumbent, "message passing", pairs=count % 16 == 1):
+        if looks and search_from(graph, result.choice, incumbent, "message passing"):
             found = count
         if (
             choice_only

@@ -117,7 +117,7 @@ def _solve_whole(
 def _round(graph: Graph, found: Relaxed, incumbent: Incumbent, deadline: float) -> None:
     """Choices among the options that the linear program uses, then among those and the nearest to them."""
     largest = {node: int(values.argmax()) for node, values in found.values.items()}
-    search_from(graph, largest, incumbent, "linear program and local search", pairs=False)
+    search_from(graph, largest, incumbent, "linear program and local search")
     search_near(incumbent, graph, found, deadline, graph.copy, {node: np.array([node]) for node in found.values})
 
 
