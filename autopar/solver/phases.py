@@ -16,7 +16,7 @@ from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import BeginPart, solve_folded
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.dual import linear
-from autopar.solver.dual.ascent import ascend, bar_superfluous_pairs, search_from
+from autopar.solver.dual.ascent import ascend, search_from
 from autopar.solver.dual.neighbourhood import improve_parts
 from autopar.solver.dual.search import Search
 from autopar.solver.integer import highs
@@ -45,15 +45,13 @@ from autopar.solver.reduce.reductions import absorb_separable, drop_forbidden, r
 @dataclass
 class State:
     """What the phases know. ``graph``: the problem as far as it is reduced; ``plain``: where only what is forbidden and
-    what is separable is gone. Without ``exact`` a good choice is enough. ``reduced``: whether it is already reduced as
-    far as it can be. ``done``: nothing is left to do."""
+    what is separable is gone. Without ``exact`` a good choice is enough. ``done``: nothing is left to do."""
 
     incumbent: Incumbent
     backend: str
     warm_starts: Sequence[Sequence[int]] = ()
     tied: Tied | None = None
     exact: bool = True
-    reduced: bool = False
     size: dict[str, int] = field(default_factory=dict)
     method: list[str] = field(default_factory=list)
     solve: Callable[..., Solution] | None = None
@@ -200,15 +198,12 @@ class Reduce:
 
     def run(self, state: State) -> None:
         graph, incumbent = state.graph, state.incumbent
-        if state.reduced:
-            drop_forbidden(graph)
-        else:
-            state.use(self.name)
-            latest = state.until(settings.PART_SHARE)
-            reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds() > latest, settings.EACH))
+        state.use(self.name)
+        latest = state.until(settings.PART_SHARE)
+        reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds() > latest, settings.EACH))
         # Where time is short, a first choice made better is all that there will be.
         late = math.inf if state.limited else state.until(settings.SIDE_SHARE)
-        if not state.limited and incumbent.choice is not None and not state.reduced:
+        if not state.limited and incumbent.choice is not None:
             search_from(graph, graph.project(incumbent.choice), incumbent, "local search", late)
         for choice in state.warm_starts:
             search_from(graph, graph.project(tuple(choice)), incumbent, "warm start and local search", late)
@@ -356,7 +351,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Prove:
-    """What is left when superfluous pairs are barred too: by elimination, or as an integer program."""
+    """What is left: by elimination, or as an integer program."""
 
     name: ClassVar[str] = "integer program"
 
@@ -365,9 +360,6 @@ class Prove:
 
     def run(self, state: State) -> None:
         graph, incumbent = state.graph, state.incumbent
-        if incumbent.choice is not None and graph.nodes():
-            bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times), state.messages)
-            reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds_left() < 0))
         state.size.update(_sizes("reduced_", graph))
         if not graph.nodes():
             _finish(state)

@@ -74,7 +74,7 @@ def _begin_part(backend: str, part: Part) -> Attempt:
     incumbent.messages = part.messages
     for choice in part.warm_starts:
         incumbent.offer(choice, "warm start")
-    state = State(incumbent, backend, part.warm_starts, None, False, part.reduced, part.size, solve=solve)
+    state = State(incumbent, backend, part.warm_starts, None, False, part.size, solve=solve)
 
     def attempt(seconds: float, *, exact: bool, aim: float) -> Incumbent:
         incumbent.time_limit, incumbent.aim = incumbent.seconds() + seconds, aim

@@ -357,26 +357,6 @@ class TestBound:
         assert 0.3 * best <= found.lower_bound <= best + 1e-6
 
 
-class TestCore:
-    @given(seeds)
-    @settings(max_examples=25, deadline=None)
-    def test_its_optimum_is_that_of_the_tied_problem(self, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        problem = chain(random, int(random.integers(8, 20)), width=3, hub=bool(seed % 2))
-        tied = tie(take_apart(problem, find_runs(problem), 1))
-        try:
-            core = Relaxation(tied.parts, UsagePrices()).core(tied)
-            expected = flat_optimum(tied.problem)
-        except InfeasibleError:
-            return
-        assert len(core.problem.costs) <= len(tied.problem.costs)
-        found = solve(core.problem, gap=0.0)
-        assert found.objective + core.offset == pytest.approx(expected)
-        choice = core.expand(found.choice)
-        assert evaluate(tied.problem, choice)[0] == pytest.approx(expected)
-        assert evaluate(core.problem, core.project(choice))[0] == pytest.approx(found.objective)
-
-
 class TestSolve:
     @given(seeds)
     @settings(max_examples=25, deadline=None)

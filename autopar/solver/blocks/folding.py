@@ -19,7 +19,6 @@ from autopar.repetition import Run
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.bounds import Bounds
 from autopar.solver.blocks.parts import Tied, take_apart, tie
-from autopar.solver.blocks.relaxation import Core
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.problem import Messages, Problem, UsagePrices
 from autopar.solver.reduce.incumbent import Gap, Incumbent
@@ -27,13 +26,11 @@ from autopar.solver.reduce.incumbent import Gap, Incumbent
 
 @dataclass(frozen=True)
 class Part:
-    """What is solved without folding; ``size`` and ``messages`` are written to. ``reduced``: whether it is as far as it
-    can be."""
+    """What is solved without folding; ``size`` and ``messages`` are written to."""
 
     problem: Problem
     gap: Gap
     warm_starts: tuple[tuple[int, ...], ...] = ()
-    reduced: bool = False
     size: dict[str, int] = field(default_factory=dict)
     messages: dict[int, Messages] = field(default_factory=dict)
 
@@ -92,23 +89,11 @@ class _Folding:
         self.bounds = Bounds(tied.parts, UsagePrices(), incumbent.traded)
 
     @cached_property
-    def core(self) -> Core | None:
-        """What the reduced pieces leave of the tied problem, where that is not all.
-
-        Raises:
-            InfeasibleError: blocks cannot choose alike.
-        """
-        core = self.bounds.relaxation.core(self.tied)
-        return core if core.problem.edges else None
-
-    @cached_property
     def part(self) -> Part:
-        incumbent, core = self.incumbent, self.core
+        incumbent = self.incumbent
         known = () if incumbent.choice is None else (self.tied.project(incumbent.choice),)
-        problem = self.tied.problem if core is None else core.problem
-        warm = known if core is None else tuple(map(core.project, known))
         return Part(
-            problem, lambda _: settings.PART_OF_GAP * incumbent.gap, warm, core is not None, messages=incumbent.messages
+            self.tied.problem, lambda _: settings.PART_OF_GAP * incumbent.gap, known, messages=incumbent.messages
         )
 
     @cached_property
@@ -137,19 +122,13 @@ class _Folding:
         self.bounds.raise_bound(self.incumbent, self.incumbent.seconds() + seconds, stalled)
 
     def _tied_choice(self, seconds: float, *, exact: bool, aim: float | None = None) -> None:
-        """The best choice in which blocks are alike, or one that costs no more than ``aim``: of the tied problem, or of
-        what its reduced pieces leave of it.
+        """The best choice in which blocks are alike, or one that costs no more than ``aim``.
 
         Raises:
             InfeasibleError: blocks cannot choose alike.
         """
-        core = self.core
-        if aim is None:
-            aim = self.incumbent.bound() / (1 - self.incumbent.gap) - (0.0 if core is None else core.offset)
+        aim = self.incumbent.bound() / (1 - self.incumbent.gap) if aim is None else aim
         found = self.attempt(seconds, exact=exact, aim=aim)
-        sizes = self.part.size.items()
-        told = {name: count for name, count in sizes if core is None or name.startswith("reduced_")}
-        self.size.update({f"folded_{name}": count for name, count in told.items()})
+        self.size.update({f"folded_{name}": count for name, count in self.part.size.items()})
         if found.choice is not None:
-            choice = found.choice if core is None else core.expand(found.choice)
-            self.incumbent.offer(self.tied.expand(choice), f"equal blocks, {found.found_by}")
+            self.incumbent.offer(self.tied.expand(found.choice), f"equal blocks, {found.found_by}")

@@ -11,7 +11,6 @@ from autopar import settings
 from autopar.solver.clock import tick
 from autopar.solver.problem import Array
 from autopar.solver.reduce.alike import alike
-from autopar.solver.reduce.condense import condense_usages
 from autopar.solver.reduce.dominance import WorkBudget, drop_dominated
 from autopar.solver.reduce.graph import Graph, Row
 
@@ -24,15 +23,6 @@ UNLIMITED = WorkBudget(np.inf)
 
 def reduce(graph: Graph, work: WorkBudget) -> None:
     """Apply every reduction until nothing changes."""
-    while True:
-        _reduce_to_fixpoint(graph, work)
-        before = graph.size(), len(graph.limits)
-        if work.late() or not condense_usages(graph) or (graph.size(), len(graph.limits)) == before:
-            break
-    graph.forget_shared()
-
-
-def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
     worn = False
     for reader in ("separable", "dominated"):
         graph.changed(reader, anew=True)
@@ -52,6 +42,7 @@ def _reduce_to_fixpoint(graph: Graph, work: WorkBudget) -> None:
             if not drop_dominated(graph, work):
                 break
             worn = options - graph.size()[1] < settings.NEAR * options
+    graph.forget_shared()
 
 
 def drop_forbidden(graph: Graph) -> bool:
