@@ -143,8 +143,8 @@ TABLE = 1e8
 """Elements of the largest tables that are made: with 372 million edges, of an 8B model over three mesh axes, a search
 by prices took 24 GB; S has 5 million."""
 
-ELIMINATION = 2e7
-"""Elements of all tables of an elimination: message passing takes longer than these."""
+MERGED = 2e7
+"""Element operations that looking for options of two nodes which may be one in a network of flows may take."""
 
 LEAVES, MOVES = 3e4, 3e5
 """Elements of a table over a node that leaves under every price and its neighbours, at most, and of one that is made

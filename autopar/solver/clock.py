@@ -51,7 +51,6 @@ PRICES_S: Mapping[str, float] = {
     "row of a product": 3e-6,
     "element of a product": 2.2e-9,
     "element of dominance": 5.5e-9,
-    "element of a table": 5.5e-9,
     "flat element": 8e-9,
     "planned node": 10e-6,
     "compiled element": 40e-9,

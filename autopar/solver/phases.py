@@ -35,7 +35,6 @@ from autopar.solver.priced.search import PricedSearch
 from autopar.solver.problem import Messages as Known
 from autopar.solver.problem import Problem, Solution, relative_gap
 from autopar.solver.reduce.dominance import WorkBudget
-from autopar.solver.reduce.elimination import eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.greedy import greedy_choice
 from autopar.solver.reduce.incumbent import Fallback, Incumbent
@@ -214,33 +213,6 @@ class Reduce:
 
 
 @dataclass(frozen=True)
-class Eliminate:
-    """The optimum of what is left, where nothing is limited and tables over several nodes stay small."""
-
-    name: ClassVar[str] = "elimination"
-
-    def applies(self, state: State) -> bool:
-        return not len(state.graph.limits)
-
-    def run(self, state: State) -> None:
-        graph, incumbent = state.graph, state.incumbent
-        factors, sizes = factors_of(graph), sizes_of(graph)
-        order = find_order([factor.scope for factor in factors], sizes, most=settings.ELIMINATION)
-        if order.elements > settings.ELIMINATION:
-            return
-        found = eliminate_all(factors, sizes, order, late=lambda: incumbent.seconds_left() < 0)
-        if found is None:
-            return
-        value = float(found.rest.table) + graph.offset
-        if not math.isfinite(value):
-            raise InfeasibleError("No choice is allowed.", found="every choice takes a forbidden pair")
-        state.use(self.name)
-        incumbent.offer(graph.expand(found.complete({})), "elimination")
-        incumbent.raise_bound(min(value, incumbent.objective))
-        state.done = True
-
-
-@dataclass(frozen=True)
 class LinearProgram:
     """The linear program of what is left, where it is expected to end in a share of the time left."""
 
@@ -351,7 +323,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Prove:
-    """What is left: by elimination, or as an integer program."""
+    """What is left, as an integer program."""
 
     name: ClassVar[str] = "integer program"
 
@@ -364,10 +336,7 @@ class Prove:
         if not graph.nodes():
             _finish(state)
             return
-        narrow = Eliminate()
-        if incumbent.seconds_left() >= 0 and narrow.applies(state):
-            narrow.run(state)
-        if state.done or incumbent.seconds_left() < 0 or (is_slow(graph) and incumbent.refused()):
+        if incumbent.seconds_left() < 0 or (is_slow(graph) and incumbent.refused()):
             state.done = True
             return
         most = settings.FLOWS_A_SECOND * max(incumbent.seconds_left(), 0.0)
@@ -408,7 +377,6 @@ class SolveParts:
 
 FLAT: tuple[Phase, ...] = (
     Reduce(),
-    Eliminate(),
     LinearProgram(),
     Prices(),
     KnownChoice(),

@@ -95,7 +95,7 @@ def network_of(matrix: Array) -> Network:
 def _merged(matrix: Array) -> list[tuple[int, int]]:
     """Pairs of options, one of each end, that may be one node: to send a -> b and i -> j costs no more than i -> b and
     a -> j, whatever i and j are."""
-    if min(matrix.shape) * matrix.size > settings.ELIMINATION or not matrix.size:
+    if min(matrix.shape) * matrix.size > settings.MERGED or not matrix.size:
         return []
     finite = np.isfinite(matrix)
     with np.errstate(invalid="ignore"):  # an option without a partner

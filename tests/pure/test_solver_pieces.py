@@ -1,4 +1,4 @@
-"""Elimination of any degree; prices that pieces trade."""
+"""Prices that pieces trade, and the order in which they pass messages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.solver import Edge, Problem, UsagePrices, evaluate, solve
+from autopar.solver import Edge, Problem, UsagePrices, solve
 from autopar.solver.blocks.parts import take_apart
 from autopar.solver.blocks.pieces import Pieces
 from autopar.solver.blocks.relaxation import Relaxation
 from autopar.solver.blocks.repetition import find_runs
-from autopar.solver.reduce.elimination import Factor, eliminate_all, factors_of, find_order, sizes_of
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.ordering import narrow_order
 from tests.brute_force import brute_force
+from tests.elimination import eliminated
 from tests.pure.solver_pieces import priced_block, priced_ends
 from tests.pure.solver_problems import problems
 from tests.pure.test_solver_folding import chain
@@ -33,68 +33,10 @@ def optimum(problem: Problem) -> float:
         return math.inf
 
 
-def eliminated(problem: Problem) -> float:
-    """The optimum of a narrow problem of any length, without its limit."""
-    graph = Graph(problem)
-    factors, sizes = factors_of(graph), sizes_of(graph)
-    found = eliminate_all(factors, sizes, find_order([f.scope for f in factors], sizes))
-    assert found is not None
-    return float(found.rest.table) + graph.offset
-
-
-class TestElimination:
-    @given(problems(limited=False))
-    @settings(max_examples=60, deadline=None)
-    def test_equals_brute_force(self, problem: Problem) -> None:
-        graph = Graph(problem)
-        factors, sizes = factors_of(graph), sizes_of(graph)
-        found = eliminate_all(factors, sizes, find_order([f.scope for f in factors], sizes))
-        assert found is not None
-        assert float(found.rest.table) + graph.offset == pytest.approx(optimum(problem))
-        choice = graph.expand(found.complete({}))
-        assert evaluate(problem, choice)[0] == pytest.approx(optimum(problem))
-
-    @given(problems(limited=False), seeds)
-    @settings(max_examples=40, deadline=None)
-    def test_what_is_kept_is_a_table_of_the_best_of_the_rest(self, problem: Problem, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        graph = Graph(problem)
-        kept = sorted(random.permutation(len(problem.costs))[:2].tolist())
-        factors, sizes = factors_of(graph), sizes_of(graph)
-        found = eliminate_all(factors, sizes, find_order([f.scope for f in factors], sizes, kept), kept)
-        assert found is not None
-        assert found.rest.scope == tuple(kept)
-        at = tuple(int(random.integers(size)) for size in found.rest.table.shape)
-        fixed = tuple(
-            np.where(np.arange(len(cost)) == at[kept.index(node)], cost, math.inf) if node in kept else cost
-            for node, cost in enumerate(problem.costs)
-        )
-        expected = optimum(Problem(fixed, problem.edges))
-        assert found.rest.table[at] + graph.offset == pytest.approx(expected)
-        complete = found.complete(dict(zip(kept, at, strict=True)))
-        assert evaluate(problem, [complete[n] for n in range(len(problem.costs))])[0] == pytest.approx(expected)
-
-    def test_tables_of_many_elements_are_made_option_by_option(self) -> None:
-        random = np.random.default_rng(0)
-        sizes = {0: 3, 1: 80, 2: 90, 3: 70}
-        table = random.random((3, 80, 90))
-        factors = [Factor((0, 1, 2), table), Factor((0, 3), random.random((3, 70)))]
-        found = eliminate_all(factors, sizes, find_order([(0, 1, 2, 3)], sizes, (1, 2, 3)), (1, 2, 3))
-        assert found is not None
-        whole = table[..., None] + factors[1].table[:, None, None, :]
-        assert np.array_equal(found.rest.table, whole.min(axis=0))
-
-    def test_it_stops_when_it_is_late(self) -> None:
-        graph = Graph(chain(np.random.default_rng(0), 3))
-        factors, sizes = factors_of(graph), sizes_of(graph)
-        order = find_order([f.scope for f in factors], sizes)
-        assert eliminate_all(factors, sizes, order, (), lambda: True) is None
-
-    def test_the_work_is_counted_before(self) -> None:
-        scopes = [(0, 1), (1, 2), (2, 3)]
-        order = find_order(scopes, dict.fromkeys(range(4), 10))
-        assert order.largest == pytest.approx(100)
-        assert order.elements == pytest.approx(100 + 100 + 100 + 10 + 1)
+@given(problems(limited=False))
+@settings(max_examples=60, deadline=None)
+def test_elimination_equals_brute_force(problem: Problem) -> None:
+    assert eliminated(problem) == pytest.approx(optimum(problem))
 
 
 def _with_other_costs(problem: Problem, random: np.random.Generator) -> Problem:
