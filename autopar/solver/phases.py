@@ -16,7 +16,7 @@ from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import BeginPart, solve_folded
 from autopar.solver.blocks.parts import Tied
 from autopar.solver.dual import linear
-from autopar.solver.dual.ascent import ascend, search_from
+from autopar.solver.dual.ascent import ascend, bar_superfluous_pairs, search_from
 from autopar.solver.dual.neighbourhood import improve_parts
 from autopar.solver.dual.search import Search
 from autopar.solver.integer import highs
@@ -332,6 +332,9 @@ class Prove:
 
     def run(self, state: State) -> None:
         graph, incumbent = state.graph, state.incumbent
+        if incumbent.choice is not None and graph.nodes():
+            bar_superfluous_pairs(graph, incumbent, incumbent.usage_prices.at(graph.times), state.messages)
+            reduce(graph, WorkBudget(settings.WORK, lambda: incumbent.seconds_left() < 0))
         state.size.update(_sizes("reduced_", graph))
         if not graph.nodes():
             _finish(state)

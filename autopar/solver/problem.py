@@ -104,16 +104,6 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class Basis:
-    """Where a linear program ended: near there one like it ends. ``columns`` and ``rows`` are their names, ``status``
-    is the solver's."""
-
-    columns: IndexArray
-    rows: IndexArray
-    status: Any
-
-
-@dataclass(frozen=True, eq=False)
 class UsagePrices:
     """Seconds a byte that the limit costs at each of ``times``, which ascend; between two of them it costs nothing."""
 
@@ -153,12 +143,11 @@ class Traded(NamedTuple):
 class Duals(NamedTuple):
     """What a solve leaves for the solve of a similar problem to start from.
 
-    ``usage_prices``: of the limit, where it binds. ``basis``: of the last linear program. ``messages``: of the problem
-    and of its tied form, keyed by their numbers of nodes. ``traded``: of its pieces.
+    ``usage_prices``: of the limit, where it binds. ``messages``: of the problem and of its tied form, keyed by their
+    numbers of nodes. ``traded``: of its pieces.
     """
 
     usage_prices: UsagePrices = UsagePrices()
-    basis: Basis | None = None
     messages: Mapping[int, Messages] = MappingProxyType({})
     traded: Traded | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from autopar.solver.blocks import blocks_linear
 from autopar.solver.blocks.blocks_linear import relax_blocks
 from autopar.solver.blocks.folding import fold
 from autopar.solver.integer import highs
-from autopar.solver.integer.basis import carried
 from autopar.solver.integer.ilp import build
-from autopar.solver.problem import Basis, Duals, Problem, Usage, UsagePrices
+from autopar.solver.problem import Duals, UsagePrices
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.incumbent import Incumbent
 from tests.brute_force import brute_force
@@ -123,50 +121,3 @@ def test_the_options_of_a_known_choice_are_enough(seed: int, monkeypatch: pytest
     monkeypatch.setattr("autopar.settings.FEW", 1)
     relax_blocks(incumbent, tied.parts, 60.0)
     assert -math.inf < incumbent.expected <= best.objective * (1 + 1e-7) + 1e-9
-
-
-def test_one_like_it_may_begin_where_another_ended() -> None:
-    """One that differs in its numbers, or in size: what both have begins as it ended."""
-    ends = {limit: relaxed(knapsack(12, limit)) for limit in (25.0, 55.0)}
-    for start in (ends[25.0].basis, relaxed(knapsack(7, 25.0, 0.25)).basis):
-        problem = knapsack(12, 55.0)
-        again, tied = Incumbent(problem, 60.0, 1e-9, None), fold(problem)
-        assert tied is not None and start is not None
-        again.basis = start
-        relax_blocks(again, tied.parts, 60.0)
-        assert again.lower_bound == pytest.approx(ends[55.0].lower_bound)
-        assert again.objective == pytest.approx(ends[55.0].objective)
-        assert again.basis is not None and again.basis is not start
-
-
-def test_with_one_more_row_and_node_the_next_begins_where_the_last_ended() -> None:
-    import highspy
-
-    problem = knapsack(12, 25.0, 0.25)
-    more = replace(
-        problem,
-        costs=(*problem.costs, np.array([0.0, 1.0])),
-        usages=(*problem.usages, Usage(len(problem.costs), np.array([3.0, 0.0]), 1, 2)),
-    )
-    last, model = (build(Graph(p), 1.0) for p in (problem, more))
-    ended = highs.solve_relaxation(last, 60.0)
-    assert ended is not None
-    start = carried(highspy, ended.basis, model)
-    options = int(last.first[-1])
-    assert start.col_status[:options] == ended.basis.status.col_status[:options]
-    flows = slice(options, len(last.cost)), slice(options + 2, len(model.cost))
-    assert start.col_status[flows[1]] == ended.basis.status.col_status[flows[0]]
-    assert start.col_status[options : options + 2] == [highspy.HighsBasisStatus.kLower] * 2
-    anew, warm = (highs.solve_relaxation(model, 60.0, basis) for basis in (None, ended.basis))
-    assert anew is not None
-    assert warm is not None
-    assert warm.objective == pytest.approx(anew.objective)
-
-
-def test_where_the_last_program_had_no_columns_all_begins_at_zero() -> None:
-    import highspy
-
-    nothing, model = build(Graph(Problem((), ())), 1.0), build(Graph(knapsack(3, 25.0)), 1.0)
-    start = carried(highspy, Basis(*nothing.names, highspy.HighsBasis()), model)
-    assert set(start.col_status) == {highspy.HighsBasisStatus.kLower}
-    assert set(start.row_status) == {highspy.HighsBasisStatus.kBasic}

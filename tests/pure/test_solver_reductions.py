@@ -116,6 +116,10 @@ def test_dual_bounds_are_bounds(problem: Problem, steps: int) -> None:
     for step in range(steps):
         result = dual.sweep(forward=step % 2 == 1)
         assert result.lower_bound <= best + 1e-9 * (1 + best)
+        for u, v in graph.pairs():
+            bounds = dual.pair_bounds(u, v, graph.neighbours[u][v], result.lower_bound)
+            at = tuple(int(np.searchsorted(graph.options[node], chosen[node])) for node in (u, v))
+            assert bounds[at] <= best + 1e-9 * (1 + best)
         for node, marginal in result.marginals.items():
             at_node = int(np.searchsorted(graph.options[node], chosen[node]))
             assert marginal[at_node] <= best + 1e-9 * (1 + best)

@@ -112,3 +112,27 @@ class _Superfluous:
         drop_forbidden(self.graph)
         self.graph.forget_shared()
         self._reset()
+
+
+def bar_superfluous_pairs(graph: Graph, incumbent: Incumbent, prices: Array, known: Messages | None = None) -> int:
+    """Forbid the pairs of options that every better choice avoids; how many. ``known``: messages to begin with.
+
+    Raises:
+        InfeasibleError: no choice is better than the incumbent.
+    """
+    dual = Dual.of(graph, prices, known)
+    barred = {(u, v): np.zeros(graph.neighbours[u][v].shape, dtype=bool) for u, v in graph.pairs()}
+    for count in range(6):
+        if incumbent.seconds_left() < 0:
+            return 0
+        result = dual.sweep(forward=count % 2 == 1, decode=False)
+        incumbent.raise_bound(result.lower_bound)
+        for (u, v), mask in barred.items():
+            mask |= dual.pair_bounds(u, v, graph.neighbours[u][v], result.lower_bound) > incumbent.cutoff()
+    total = 0
+    for (u, v), mask in barred.items():
+        mask &= np.isfinite(graph.neighbours[u][v])
+        if mask.any():
+            total += int(mask.sum())
+            graph.set_edge(u, v, np.where(mask, np.inf, graph.neighbours[u][v]))
+    return total

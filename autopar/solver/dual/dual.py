@@ -194,6 +194,13 @@ class Dual:
     def _bound(self) -> float:
         return self.constant + math.fsum(float(theta.min()) for theta in self.theta.values())
 
+    def pair_bounds(self, u: int, v: int, matrix: Array, lower_bound: float) -> Array:
+        """Right after a sweep: a bound on every choice that takes options a of u and b of v, whose edge has this
+        matrix."""
+        left = self.theta[u] - self.theta[u].min() + self._handed[u][self._place[u, v]]
+        right = self.theta[v] - self.theta[v].min() + self._handed[v][self._place[v, u]]
+        return np.asarray(matrix + left[:, None] + right + lower_bound)
+
 
 def _decode(theta: Array, behind: _Side, choice: Mapping[int, int]) -> int:
     """The cheapest option given what earlier nodes chose."""

@@ -73,7 +73,7 @@ def solve_relaxed(
     equations: Equations = (),
 ) -> Relaxed | None:
     """The linear program of ``graph``; None where it did not end in time. The incumbent has its prices of the limit
-    then, and its basis.
+    then.
 
     Args:
         known: choices of the graph's problem, on average within the limit and the equations.
@@ -99,10 +99,9 @@ def _solve_whole(
 ) -> Relaxed | None:
     plain = build(graph, magnitude)
     model = coupled(plain, graph, equations)
-    found = highs.solve_relaxation(model, deadline - incumbent.seconds(), incumbent.basis)
+    found = highs.solve_relaxation(model, deadline - incumbent.seconds())
     if found is None:
         return None
-    incumbent.basis = found.basis
     spans = list(zip(model.nodes, model.first[:-1], model.first[1:], strict=True))
     optimum = found.objective * model.scale + graph.offset
     return Relaxed(

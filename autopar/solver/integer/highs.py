@@ -17,9 +17,8 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, SolverError
 from autopar.solver.clock import PRICES_S, counted, late_after, tick, tick_up_to, until_the_limit
-from autopar.solver.integer.basis import carried
 from autopar.solver.integer.ilp import IlpLimits, IlpResult, Model
-from autopar.solver.problem import Array, Basis
+from autopar.solver.problem import Array
 
 FEASIBILITY_TOLERANCE = 1e-8
 
@@ -90,7 +89,6 @@ class Relaxation:
 
     Args:
         objective: as the model scales it, as are reduced costs.
-        status: the solver's, of columns and rows.
     """
 
     model: Model
@@ -98,16 +96,10 @@ class Relaxation:
     values: Array
     reduced_costs: Array
     row_duals: Array
-    status: Any
-
-    @property
-    def basis(self) -> Basis:
-        """Where one like it may begin."""
-        return Basis(*self.model.names, self.status)
 
 
-def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -> Relaxation | None:
-    """The linear program without integrality; None where it did not end in time. ``start``: of one like it.
+def solve_relaxation(model: Model, seconds: float) -> Relaxation | None:
+    """The linear program without integrality; None where it did not end in time.
 
     Raises:
         InfeasibleError: nothing is allowed.
@@ -124,8 +116,6 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
     lp = _as_lp(highspy, model)
     lp.integrality_ = []
     solver.passModel(lp)
-    if start is not None:
-        solver.setBasis(carried(highspy, start, model))
     _run(highspy, solver)
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -134,7 +124,7 @@ def solve_relaxation(model: Model, seconds: float, start: Basis | None = None) -
         return None
     found = solver.getSolution()
     values, reduced, duals = (np.array(a) for a in (found.col_value, found.col_dual, found.row_dual))
-    return Relaxation(model, solver.getInfo().objective_function_value, values, reduced, duals, solver.getBasis())
+    return Relaxation(model, solver.getInfo().objective_function_value, values, reduced, duals)
 
 
 _beginning = threading.Lock()

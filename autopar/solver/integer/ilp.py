@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -65,21 +64,6 @@ class Model:
             "ilp_constraints": len(self.row_lower),
             "ilp_nonzeros": len(self.columns),
         }
-
-    @cached_property
-    def names(self) -> tuple[IndexArray, IndexArray]:
-        """A number for each column and each row, which tells what it stands for in similar programs too."""
-        nodes, sizes = np.array(self.nodes, dtype=np.int64), np.diff(self.first)
-        option = np.arange(self.first[-1]) - np.repeat(self.first[:-1], sizes)
-        columns, rows = [_mixed(np.repeat(nodes, sizes), -1, option, 0)], [_mixed(nodes, -1, 0, 0)]
-        node_at = dict(zip(self.first[:-1].tolist(), self.nodes, strict=True))
-        for edge in self.edges:
-            u, v, network = node_at[edge.u], node_at[edge.v], edge.network
-            columns.append(_mixed(network.tails, network.heads, u, v))
-            rows.append(_mixed(np.arange(network.nodes), -2, u, v))
-        left = len(self.row_lower) - sum(map(len, rows))
-        rows.append(_mixed(np.arange(-left, 0), -3, 0, 0))  # from the end: rows of usage come before others
-        return np.concatenate(columns), np.concatenate(rows)
 
     def choice(self, values: Array) -> dict[int, int]:
         """Local option of each node: the largest of its variables."""
@@ -190,17 +174,6 @@ def build(graph: Graph, magnitude: float) -> Model:
     cost = np.concatenate(costs) / scale
     integer = np.arange(len(cost)) < first[-1]
     return Model(cost, np.ones(len(cost)), integer, *rows.arrays(), scale, nodes, first, tuple(rows.edges))
-
-
-_MIX = np.int64(0x5851F42D4C957F2D)
-"""Knuth's multiplier (MMIX): numbers of several parts become one, equal ones by chance hardly ever."""
-
-
-def _mixed(first: IndexArray, *others: IndexArray | int) -> IndexArray:
-    mixed = first.astype(np.int64)
-    for part in others:
-        mixed = mixed * _MIX + part
-    return mixed
 
 
 def _joined(parts: list[IndexArray]) -> IndexArray:

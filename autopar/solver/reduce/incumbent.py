@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from autopar import settings
 from autopar.solver.clock import now
 from autopar.solver.problem import (
-    Basis,
     Duals,
     Messages,
     Problem,
@@ -58,7 +57,6 @@ class Incumbent:
         self.found_by = ""
         self.phase = ""
         self.usage_prices = UsagePrices()
-        self.basis: Basis | None = None
         self.messages: dict[int, Messages] = {}
         self.traded: Traded | None = None
         self.aim = -math.inf  # an objective that is good enough
@@ -71,10 +69,10 @@ class Incumbent:
 
     @property
     def duals(self) -> Duals:
-        return Duals(self.usage_prices, self.basis, self.messages, self.traded)
+        return Duals(self.usage_prices, self.messages, self.traded)
 
     def begin_with(self, duals: Duals) -> None:
-        self.usage_prices, self.basis, messages, self.traded = duals
+        self.usage_prices, messages, self.traded = duals
         self.messages = dict(messages)
 
     @property
