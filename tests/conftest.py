@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark tests with the tier whose folder they are in, and those of ``SLOW`` as slow.
 
     Raises:
-        UsageError: a line of ``SLOW`` names no test of a file that is collected whole.
+        UsageError: a line of ``SLOW`` names no test of a file that is collected whole, or a file that does not exist.
     """
     for item in items:
         for tier in ("multiprocess", "gpu"):
@@ -89,7 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     found = {item.nodeid for item in items}
     files = {name.split("::")[0] for name in found}
-    unknown = sorted(name for name in SLOW - found if name.split("::")[0] in files)
+    gone = {name for name in SLOW if not (config.rootpath / name.split("::")[0]).exists()}
+    unknown = sorted(gone.union(name for name in SLOW - found if name.split("::")[0] in files))
     if unknown:
         raise pytest.UsageError(f"tests/slow_cases.txt names tests that do not exist: {', '.join(unknown)}")
 

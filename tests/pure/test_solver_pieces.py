@@ -98,7 +98,7 @@ class TestPieces:
 
     @given(seeds)
     @example(190)  # where only the last copy takes an option in which no copy finds the one before
-    @settings(max_examples=4, deadline=None)
+    @settings(max_examples=20, deadline=None)
     def test_wide_blocks_are_solved_to_the_end(self, seed: int) -> None:
         random = np.random.default_rng(seed)
         problem = chain(random, int(random.integers(12, 30)), width=3, options=5, hub=bool(seed % 2))
