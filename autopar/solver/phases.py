@@ -323,7 +323,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Prove:
-    """What is left, as an integer program."""
+    """What is left when superfluous pairs are barred too, as an integer program."""
 
     name: ClassVar[str] = "integer program"
 
