@@ -25,13 +25,14 @@ help: ## list the targets
 venv: $(READY) ## set .venv up (every other target does so by itself)
 
 # torch goes first and pinned: where a CPU build is on offer pip takes it, and no open range fetches gigabytes.
+# Modules are compiled as they are imported, since most of them never are.
 # timm goes last and alone: it asks for torchvision, each build of which asks for one build of torch; its models do not.
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "autopar needs Python 3.10 or later; try make PYTHON=python3.12")'
 	@test -x $(BIN)/python || { echo "setting up $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[dev]"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps "$(TIMM)"
+	@$(BIN)/python -m pip install --no-compile -qq --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --no-compile -qq --disable-pip-version-check -e ".[dev]"
+	@$(BIN)/python -m pip install --no-compile -qq --disable-pip-version-check --no-deps "$(TIMM)"
 	@touch $@
 
 lint: $(READY) ## ruff: its format, and every rule that pyproject.toml does not argue against
@@ -75,12 +76,12 @@ demo: $(READY) ## train GPT-2 on two processes and on one, and compare
 	@$(BIN)/python examples/demo_gpt2.py
 
 docs: $(READY) ## the pages as HTML in docs/_build, warnings as errors
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[docs]"
+	@$(BIN)/python -m pip install --no-compile -qq --disable-pip-version-check -e ".[docs]"
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 integrations: $(READY) ## install what the examples of integrations are for; their tests skip without
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e ".[integrations]"
+	@$(BIN)/python -m pip install --no-compile -qq --disable-pip-version-check -e ".[integrations]"
 
 zoo: $(READY) ## every model of the zoo the whole way; writes docs/coverage.md
 	@$(BIN)/python -m tests.zoo --jobs $(JOBS) --page
