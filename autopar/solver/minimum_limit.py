@@ -15,7 +15,7 @@ from autopar.solver.blocks.parts import take_apart, tie
 from autopar.solver.blocks.repetition import find_runs
 from autopar.solver.clock import now
 from autopar.solver.dual.planes import highest_point
-from autopar.solver.problem import Array, Edge, Problem, Usage, UsagePrices, evaluate, peak_usage
+from autopar.solver.problem import Edge, Problem, Usage, UsagePrices, evaluate, peak_usage
 from autopar.solver.reduce.usage import UsageTable, with_usages_priced
 
 
@@ -39,14 +39,10 @@ def smallest_choice(
         tied = tie(take_apart(problem, runs, settings.FOLDED_MARGIN))
         with contextlib.suppress(InfeasibleError):
             # Blocks of a known choice may differ, so that there need be no choice of equal blocks like it.
-            alike = [c for c in map(tied.project, found) if _is_allowed(tied.problem, c)]
+            alike = [c for c in map(tied.project, found) if math.isfinite(evaluate(tied.problem, c)[0])]
             found.append(tied.expand(_smallest(tied.problem, time_limit, backend, alike, gap)))
             return min(found, key=lambda c: peak_usage(problem, c))
     return _smallest(problem, time_limit, backend, found, gap)
-
-
-def _is_allowed(problem: Problem, choice: Sequence[int]) -> bool:
-    return math.isfinite(evaluate(problem, choice)[0])
 
 
 def _smallest(
@@ -107,15 +103,10 @@ def _by_prices(
         least = min(float(p.max()) for p in planes)
         if least <= bound * (1 + gap) or now() > deadline:
             break
-        shares = (best + _highest_shares(planes)) / 2
+        scale = max(float(p.max()) for p in planes) or 1.0
+        _, highest = highest_point([0.0] * len(planes), [p / scale for p in planes], [slice(0, len(planes[0]))])
+        shares = (best + highest) / 2
     return min(choices, key=lambda c: float(table.of(c).max())), bound
-
-
-def _highest_shares(planes: Sequence[Array]) -> Array:
-    """The shares under which the least of the planes' means is largest."""
-    scale = max(float(p.max()) for p in planes) or 1.0
-    _, shares = highest_point([0.0] * len(planes), [p / scale for p in planes], [slice(0, len(planes[0]))])
-    return shares
 
 
 def _only_forbidden(problem: Problem) -> Problem:

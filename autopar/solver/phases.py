@@ -35,6 +35,7 @@ from autopar.solver.priced.search import PricedSearch
 from autopar.solver.problem import Messages as Known
 from autopar.solver.problem import Problem, Solution, relative_gap
 from autopar.solver.reduce.dominance import WorkBudget
+from autopar.solver.reduce.elimination import eliminate, narrow_elimination
 from autopar.solver.reduce.graph import Graph
 from autopar.solver.reduce.greedy import greedy_choice
 from autopar.solver.reduce.incumbent import Fallback, Incumbent
@@ -213,6 +214,30 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Eliminate:
+    """The optimum of what is left, where nothing is limited and tables over several nodes stay small."""
+
+    name: ClassVar[str] = "elimination"
+
+    def applies(self, state: State) -> bool:
+        return not state.limited
+
+    def run(self, state: State) -> None:
+        graph, incumbent = state.graph, state.incumbent
+        incumbent.raise_bound(graph.least())
+        order = narrow_elimination(graph)
+        if order is None:
+            return
+        state.use(self.name)
+        least, choice = eliminate(graph, order)
+        if not math.isfinite(least):
+            raise InfeasibleError("No choice is allowed.", found="every choice takes a forbidden pair")
+        incumbent.offer(graph.expand(choice), self.name)
+        incumbent.raise_bound(min(least, incumbent.objective))
+        state.done = True
+
+
+@dataclass(frozen=True)
 class LinearProgram:
     """The linear program of what is left, where it is expected to end in a share of the time left."""
 
@@ -380,6 +405,7 @@ class SolveParts:
 
 FLAT: tuple[Phase, ...] = (
     Reduce(),
+    Eliminate(),
     LinearProgram(),
     Prices(),
     KnownChoice(),
@@ -390,7 +416,7 @@ FLAT: tuple[Phase, ...] = (
 )
 """Every node on its own."""
 
-PHASES: tuple[Phase, ...] = (Blocks(), First(), Folding(), *FLAT)
+PHASES: tuple[Phase, ...] = (Blocks(), First(), Eliminate(), Folding(), *FLAT)
 
 
 def run_phases(phases: Sequence[Phase], state: State) -> None:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
@@ -95,21 +95,6 @@ class TestPieces:
         small, large = map(Pieces, relaxations)
         small.sweep(forward=False)
         assert Pieces(relaxations[1], small.traded()).sweep(forward=False) == large.sweep(forward=False)
-
-    @given(seeds)
-    @example(190)  # where only the last copy takes an option in which no copy finds the one before
-    @settings(max_examples=20, deadline=None)
-    def test_wide_blocks_are_solved_to_the_end(self, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        problem = chain(random, int(random.integers(12, 30)), width=3, options=5, hub=bool(seed % 2))
-        best = eliminated(problem)
-        try:
-            found = solve(problem, gap=0.0)
-        except InfeasibleError:
-            assert best == math.inf
-            return
-        assert found.objective == pytest.approx(best)
-        assert found.lower_bound == pytest.approx(best)
 
     def test_blocks_that_do_not_choose_alike(self) -> None:
         """Neighbours that must differ: tied blocks cannot, blocks on their own can."""

@@ -51,16 +51,13 @@ def fitted(
                 return program, memory
             moved = give_way(program, timeline=memory.timeline, budget=budget)
             now = profile(moved, graph, prices.mesh, options) if moved is not None else memory
-            if moved is not None and (now.peak_bytes < memory.peak_bytes or _is_better(now, memory, budget)):
+            # Of equal peaks the one that holds less elsewhere above the budget is better.
+            rank, before_rank = ((m.peak_bytes, _excess(m, budget)) for m in (now, memory))
+            if moved is not None and rank < before_rank:
                 program, memory = moved, now
         if program is before:
             break
     return program, memory
-
-
-def _is_better(now: MemoryProfile, before: MemoryProfile, budget: float) -> bool:
-    """Whether the peak is the same, and less is held elsewhere above the budget."""
-    return now.peak_bytes == before.peak_bytes and _excess(now, budget) < _excess(before, budget)
 
 
 def _excess(memory: MemoryProfile, budget: float) -> float:

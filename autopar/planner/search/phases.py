@@ -444,8 +444,10 @@ class Joint:
             if not boundaries and max(active.margins.values()) > settings.MARGIN * search.budget:
                 # More than a layer is recomputed at once, which no constraint sees.
                 boundaries = search.boundaries(objective)
-                if _recomputes(found, boundaries):
-                    active = _same_points(active)
+                variables, choice = found.objective.decisions.variables, found.solution.choice
+                if any(variables[i].actions[choice[i]].remakes for i in boundaries):
+                    margins, active = active.margins, active.emptied()
+                    active.add_points(margins)
                     search.report("layers recomputed one by one")
                     continue
             if found.cost < state.cost:
@@ -478,19 +480,6 @@ class Joint:
             gap=settings.REPAIR_GAP,
             method=f"{found.solution.method}; repaired",
         )
-
-
-def _recomputes(found: Result, values: Collection[int]) -> bool:
-    """Whether a plan recomputes any of these hold variables' values."""
-    variables, choice = found.objective.decisions.variables, found.solution.choice
-    return any(variables[i].actions[choice[i]].remakes for i in values)
-
-
-def _same_points(active: ActiveSet) -> ActiveSet:
-    """The same constraints without margins."""
-    emptied = active.emptied()
-    emptied.add_points(active.margins)
-    return emptied
 
 
 def _choices(best: Result | None, objective: Objective) -> tuple[Choice, ...]:

@@ -142,7 +142,7 @@ class CheckpointSearch:
     moments: dict[ProgramPoint, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.moments = self._first_moments()
+        self.moments = {end(self.decisions.graph): 0.0}
 
     @property
     def decisions(self) -> Decisions:
@@ -197,9 +197,6 @@ class CheckpointSearch:
         bound = min(bound, s.objective)
         proven = s.objective - bound <= self.options.gap * s.objective
         return replace(found, solution=replace(s, lower_bound=bound, proven=proven), exact=exact)
-
-    def _first_moments(self) -> dict[ProgramPoint, float]:
-        return {end(self.decisions.graph): 0.0}
 
     def _unseen(self, moments: Mapping[ProgramPoint, int], choice: Sequence[int]) -> dict[ProgramPoint, float]:
         """What the schedule of ``choice`` holds at each moment beside what its row sees."""

@@ -28,13 +28,15 @@ class Bounds:
         return Pieces(self.relaxation, self.known)
 
     def raise_bound(self, incumbent: Incumbent, deadline: float, stalled: float) -> None:
-        """Sweep to and fro until the bound tells enough or rises no more by ``stalled``, a share of the gap; no later
-        than the deadline."""
+        """Sweep to and fro until the bound tells enough or rises no more by ``stalled``, a share of the gap and of no
+        less than was asked; no later than the deadline."""
         last = best = -math.inf
         for count in itertools.count():
             best = max(best, self.pieces.sweep(forward=count % 2 == 1))
             if count % 2 == 1:  # to and fro
-                rises = best - last > stalled * self._gap(incumbent, best)
+                worth = incumbent.objective if incumbent.choice is not None else abs(best)
+                asked = max(0.5 * incumbent.gap, 1e-9) * abs(worth)
+                rises = best - last > stalled * max(worth + self.constant - best, asked)
                 if incumbent.seconds() > deadline or (count >= settings.LEAST_SWEEPS - 1 and not rises):
                     break
                 last = best
@@ -42,8 +44,3 @@ class Bounds:
                 break
         incumbent.raise_bound(best - self.constant)
         incumbent.traded = self.pieces.traded()
-
-    def _gap(self, incumbent: Incumbent, bound: float) -> float:
-        """Seconds between the bound and the best choice; no less than what was asked."""
-        worth = incumbent.objective if incumbent.choice is not None else abs(bound)
-        return max(worth + self.constant - bound, max(0.5 * incumbent.gap, 1e-9) * abs(worth))

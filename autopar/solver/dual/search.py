@@ -15,10 +15,6 @@ from autopar.solver.reduce.graph import Graph
 Late = Callable[[], bool]
 
 
-def _never() -> bool:
-    return False
-
-
 class Search:
     """A choice that only gets better: first less forbidden, then less over the limit, then cheaper."""
 
@@ -93,7 +89,7 @@ class Search:
         self._asked = 0
         return late()
 
-    def improve_nodes(self, late: Late = _never) -> bool:
+    def improve_nodes(self, late: Late = lambda: False) -> bool:
         """Every node in turn takes its best option; whether any changed."""
         changed = False
         for at, node in enumerate(self.graph.nodes(), 1):

@@ -147,7 +147,9 @@ class PricedSearch:
         choice = np.zeros(len(self.network.sizes), dtype=np.int64)
         _, free = self._round(np.zeros(len(self.network.limits)), choice, None)
         scale = self.network.value(free, self.network.cost) or 1.0
-        weights = self._first_weights()
+        least = self.network.least_excess()
+        weights: Array = np.exp(settings.SHARPNESS * (least - least.max(initial=-np.inf)))
+        weights /= weights.sum() or 1.0
         self.offer(free)
         for power in range(1, settings.REPAIR_ROUNDS if self.best is None else 1):
             prices = settings.FIRST_FACTOR**power * scale * weights
@@ -159,11 +161,6 @@ class PricedSearch:
         self.core.forget()
         self.prices = scale * weights
         self._scale = scale
-
-    def _first_weights(self) -> Array:
-        least = self.network.least_excess()
-        weights: Array = np.exp(settings.SHARPNESS * (least - least.max(initial=-np.inf)))
-        return weights / weights.sum() if len(weights) else weights
 
     def run(self, enough: Callable[[], bool], trace: Callable[[str], None] | None = None) -> None:
         """Better choices, bounds and prices until it is ``enough``."""

@@ -265,11 +265,6 @@ class Graph:
         self.rows[node].extend(rows)
         self._unsettled.add(node)
 
-    def _settle_rows(self) -> None:
-        for node in sorted(self._unsettled):
-            self._normalise_rows(node)
-        self._unsettled.clear()
-
     def _normalise_rows(self, node: int) -> None:
         """What every option uses is taken from the limit; equal intervals are added up, empty rows go."""
         merged: dict[tuple[int, int], Row] = {}
@@ -289,7 +284,9 @@ class Graph:
         Raises:
             InfeasibleError: at some time even the smallest options do not fit.
         """
-        self._settle_rows()
+        for node in sorted(self._unsettled):
+            self._normalise_rows(node)
+        self._unsettled.clear()
         if not len(self.limits):
             return
         if self.limits.min() < 0:
