@@ -153,11 +153,15 @@ def say(line: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capability", type=int, default=90)
-    parser.add_argument("--quick", action="store_true", help="one dtype, and each kernel's first configuration")
+    parser.add_argument(
+        "--quick", action="store_true", help="one dtype, and of each kernel one call in one configuration"
+    )
     options = parser.parse_args()
     compiled, failed = Compiled(options.capability), 0
     for dtype in FLOATS[-1:] if options.quick else FLOATS:
-        for name, args, kwargs in (*launches(dtype), *smallest(dtype)):
+        calls = (*launches(dtype), *smallest(dtype))
+        first = {name: (name, args, kwargs) for name, args, kwargs in reversed(calls)}
+        for name, args, kwargs in first.values() if options.quick else calls:
             spilled = []
             for config in KERNELS[name].configs[: 1 if options.quick else None]:
                 before = len(compiled.kernels)

@@ -270,7 +270,10 @@ def test_every_op_has_a_case_here():
     assert registered - OF_COMPILED_PROGRAMS == set(NAMES)
 
 
-@pytest.mark.parametrize("number", range(len(NAMES)), ids=IDS)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, id=IDS[n], marks=pytest.mark.slow if name in NAMES[:n] else ()) for n, name in enumerate(NAMES)],
+)
 def test_torchs_checks_pass(number):
     """Schema, autograd registration, fake results, and the whole path through AOTAutograd with dynamic shapes."""
     name, args, options = _cases(torch.float64)[number]
