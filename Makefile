@@ -10,6 +10,8 @@ READY  := $(VENV)/.ready
 # Two processes already fill two cores; threads on top only slow each other down.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# Dozens of processes import torch, transformers and the rewritten tests; each would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 JOBS   ?= 2
 RUN     = $(BIN)/python -m pytest -q $(PYTEST)
 SPREAD  = -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -25,8 +27,8 @@ help: ## list the targets
 venv: $(READY) ## set .venv up (every other target does so by itself)
 
 # torch goes first and pinned: where a CPU build is on offer pip takes it, and no open range fetches gigabytes.
-# Modules are compiled as they are imported, since most of them never are.
 # timm goes last and alone: it asks for torchvision, each build of which asks for one build of torch; its models do not.
+# Modules are compiled when they are first imported, since most of them never are.
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "autopar needs Python 3.10 or later; try make PYTHON=python3.12")'
 	@test -x $(BIN)/python || { echo "setting up $(VENV)"; $(PYTHON) -m venv $(VENV); }
