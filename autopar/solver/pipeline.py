@@ -53,7 +53,7 @@ def solve(
         InfeasibleError: no choice is allowed.
         SolverError: the back end is missing or failed, or time ended before any choice was found.
     """
-    chosen = _backend_name(backend)
+    chosen = backend if backend != "auto" else "highs" if highs.is_installed() else "cbc"
     if chosen != "highs":
         check_solver(chosen)
     with limited(time_limit):
@@ -102,9 +102,3 @@ def _solution(state: State) -> Solution:
         incumbent.duals,
         incumbent.seconds_left() <= 0,
     )
-
-
-def _backend_name(backend: str) -> str:
-    if backend != "auto":
-        return backend
-    return "highs" if highs.is_installed() else "cbc"

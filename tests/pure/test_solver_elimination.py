@@ -66,6 +66,19 @@ def test_no_table_is_made_where_all_would_be_too_large() -> None:
     assert narrow_elimination(Graph(grid(40, 8))) is None
 
 
+def test_a_hub_has_any_number_of_leaves() -> None:
+    """So many that it would take far longer if each leaf looked at all the others."""
+    random, leaves = np.random.default_rng(0), 30_000
+    hub, costs, pair = random.random(3), random.random((leaves, 3)), random.random((3, 3))
+    graph = Graph(Problem((hub, *costs), tuple(Edge(0, 1 + n, pair) for n in range(leaves))))
+    order = narrow_elimination(graph)
+    assert order is not None
+    least, choice = eliminate(graph, order)
+    expected = hub + (pair[:, None] + costs).min(axis=2).sum(axis=1)
+    assert least == pytest.approx(expected.min())
+    assert choice[0] == expected.argmin()
+
+
 def test_more_nodes_around_one_than_an_array_has_axes_are_too_many() -> None:
     pairs = [(u, v) for u in range(70) for v in range(u)]
     problem = Problem((np.zeros(1),) * 70, tuple(Edge(u, v, np.ones((1, 1))) for u, v in pairs))

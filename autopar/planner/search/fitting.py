@@ -51,9 +51,9 @@ def fitted(
                 return program, memory
             moved = give_way(program, timeline=memory.timeline, budget=budget)
             now = profile(moved, graph, prices.mesh, options) if moved is not None else memory
+            lower = memory.peak_bytes - now.peak_bytes
             # Of equal peaks the one that holds less elsewhere above the budget is better.
-            rank, before_rank = ((m.peak_bytes, _excess(m, budget)) for m in (now, memory))
-            if moved is not None and rank < before_rank:
+            if moved is not None and (lower > 0 or (lower == 0 and _excess(now, budget) < _excess(memory, budget))):
                 program, memory = moved, now
         if program is before:
             break

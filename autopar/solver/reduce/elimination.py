@@ -41,29 +41,34 @@ def narrow_elimination(graph: Graph) -> list[int] | None:
         if elements > settings.ELIMINATED:
             return None
         others = around.pop(node)
-        for other in others:
-            around[other] = (around[other] | others) - {node, other}
-            present[other] = weights[other] + math.fsum(weights[each] for each in around[other])
+        for other in others:  # a hub has many more neighbours than come and go
+            new = others - around[other] - {other}
+            around[other] |= new
+            around[other].discard(node)
+            present[other] += math.fsum(weights[each] for each in new) - weights[node]
             heapq.heappush(heap, (present[other], other))
     return order
 
 
 def eliminate(graph: Graph, order: list[int]) -> tuple[float, dict[int, int]]:
     """The least seconds of a graph without its usages, infinite where no choice is allowed, and the choice."""
-    tables: dict[int, list[Table]] = {node: [((node,), graph.costs[node])] for node in order}
+    # The tables that each node is in, by what they are over; by -1 and a node those that it left.
+    tables: dict[int, dict[tuple[int, ...], Table]] = {n: {(n,): ((n,), graph.costs[n])} for n in order}
     for u, v in graph.pairs():
-        tables[u].append(((u, v), graph.neighbours[u][v]))
-        tables[v].append(tables[u][-1])
+        tables[u][u, v] = tables[v][u, v] = ((u, v), graph.neighbours[u][v])
     least, sums = graph.offset, []
     for node in order:
         mine = tables.pop(node)
-        scope = tuple(sorted({other for among, _ in mine for other in among}))
-        total = reduce(np.add, (_over(scope, table) for table in mine))
+        scope = tuple(sorted({other for among, _ in mine.values() for other in among}))
+        total = reduce(np.add, (_over(scope, table) for table in mine.values()))
         tick("flat element", total.size * len(mine))
         sums.append((node, scope, total))
         left, made = tuple(other for other in scope if other != node), total.min(axis=scope.index(node))
+        for key, (among, _) in mine.items():
+            for other in set(among) - {node}:
+                del tables[other][key]
         for other in left:
-            tables[other] = [table for table in tables[other] if node not in table[0]] + [(left, made)]
+            tables[other][-1, node] = (left, made)
         if not left:
             least += float(made)
     choice: dict[int, int] = {}
