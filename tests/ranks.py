@@ -12,7 +12,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,14 @@ class Report:
     time_s: float = 0.0
 
 
+def forking() -> ForkServerContext:
+    """What makes processes from one that has imported what ranks need, and has done nothing with it yet: to import
+    it takes longer than most tests."""
+    context: ForkServerContext = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["autopar", "transformers", "tests.multiprocess.training_models"])
+    return context
+
+
 def run_ranks(
     world_size: int, function: Callable[..., T], *args: Any, timeout: float = 120.0, backend: str = "gloo"
 ) -> list[T]:
@@ -46,10 +55,10 @@ def run_ranks(
         TimeoutError: if a rank is not done after ``timeout`` seconds; shows the stacks of such ranks.
         Exception: the error that a rank raised first, with that rank's traceback as its cause.
     """
-    context = torch.multiprocessing.get_context("spawn")
+    context = forking()
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
-        processes: list[SpawnProcess] = []
+        processes: list[BaseProcess] = []
         ends: dict[Connection, int] = {}
         try:
             for rank in range(world_size):
@@ -68,7 +77,7 @@ def run_ranks(
                 process.join()
 
 
-def _gather(processes: list[SpawnProcess], ends: dict[Connection, int], folder: Path, timeout: float) -> list[Any]:
+def _gather(processes: list[BaseProcess], ends: dict[Connection, int], folder: Path, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline_s = time.monotonic() + timeout
     while ends:
@@ -86,7 +95,7 @@ def _gather(processes: list[SpawnProcess], ends: dict[Connection, int], folder: 
     return [results[rank] for rank in range(len(processes))]
 
 
-def _receive(end: Connection, rank: int, processes: list[SpawnProcess]) -> Report:
+def _receive(end: Connection, rank: int, processes: list[BaseProcess]) -> Report:
     try:
         report: Report = end.recv()
     except EOFError:
@@ -110,7 +119,7 @@ class RankTraceback(Exception):  # noqa: N818  it is the place of an error, not 
         return str(self.args[0])
 
 
-def _where_they_stand(processes: list[SpawnProcess], missing: list[int], folder: Path, timeout: float) -> str:
+def _where_they_stand(processes: list[BaseProcess], missing: list[int], folder: Path, timeout: float) -> str:
     """Return the stacks of the missing ranks as text (see ``faulthandler.register`` below)."""
     lines = [f"after {timeout:g} s these ranks were not done: {missing}"]
     for rank in missing:

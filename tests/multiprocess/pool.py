@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from tests.ranks import Report, _gather, _pickled
+from tests.ranks import Report, _gather, _pickled, forking
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[BaseProcess] = []
         self._ends: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory()
         self._starts = 0
@@ -54,7 +54,7 @@ class RankPool:
         self._processes, self._ends = [], []
 
     def _start(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = forking()
         self._starts += 1
         store = str(Path(self._folder.name, f"store{self._starts}"))
         for rank in range(self.world_size):
