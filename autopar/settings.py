@@ -144,8 +144,8 @@ TABLE = 1e8
 by prices took 24 GB; S has 5 million."""
 
 ELIMINATED = 2e6
-"""Elements of all tables of an elimination, .02 s. An integer program takes 25 s for chains of 80 nodes with 5 options
-and 4 neighbours or so, whose tables have 5e5; with 2e7, toys took .4 s more, which equal blocks save."""
+"""Elements of all tables of an elimination, .05 s. An integer program takes 25 s for chains of 80 nodes with 5 options
+and 4 neighbours or so, whose tables have 3e4; with 2e7, toys took .4 s more, which equal blocks save."""
 
 MERGED = 2e7
 """Element operations that looking for options of two nodes which may be one in a network of flows may take."""

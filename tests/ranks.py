@@ -36,8 +36,8 @@ class Report:
 
 
 def forking() -> ForkServerContext:
-    """What makes processes from one that has imported what ranks need, and has done nothing with it yet: to import
-    it takes longer than most tests."""
+    """Return a context whose processes are forked from one that has imported what ranks need, and has run none of it:
+    the imports take longer than most tests."""
     context: ForkServerContext = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["autopar", "transformers", "tests.multiprocess.training_models"])
     return context

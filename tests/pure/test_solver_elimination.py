@@ -39,7 +39,7 @@ def test_it_finds_what_brute_force_finds(problem: Problem) -> None:
 @given(st.integers(0, 2**32 - 1))
 @example(190)  # where only the last copy takes an option in which no copy finds the one before
 @examples(max_examples=30)
-def test_wide_blocks_are_solved_to_the_end_in_little_work(seed: int) -> None:
+def test_wide_blocks_are_solved_to_the_end_without_any_program(seed: int) -> None:
     random = np.random.default_rng(seed)
     problem = chain(random, int(random.integers(12, 30)), width=3, options=5, hub=bool(seed % 2))
     best = eliminated(problem)
@@ -50,7 +50,8 @@ def test_wide_blocks_are_solved_to_the_end_in_little_work(seed: int) -> None:
     found = solve(problem, gap=0.0)
     assert found.objective == pytest.approx(best)
     assert found.proven
-    assert found.trace[-1].seconds < 0.1
+    assert "ILP" not in found.method
+    assert "linear program" not in found.method
 
 
 def grid(side: int, options: int) -> Problem:

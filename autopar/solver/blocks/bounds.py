@@ -28,8 +28,8 @@ class Bounds:
         return Pieces(self.relaxation, self.known)
 
     def raise_bound(self, incumbent: Incumbent, deadline: float, stalled: float) -> None:
-        """Sweep to and fro until the bound tells enough or rises no more by ``stalled``, a share of the gap and of no
-        less than was asked; no later than the deadline."""
+        """Sweep to and fro until the bound tells enough, or rises by less than ``stalled`` of the gap, or of half the
+        gap that was asked for where that is larger; no later than the deadline."""
         last = best = -math.inf
         for count in itertools.count():
             best = max(best, self.pieces.sweep(forward=count % 2 == 1))

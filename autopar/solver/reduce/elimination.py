@@ -52,7 +52,7 @@ def narrow_elimination(graph: Graph) -> list[int] | None:
 
 def eliminate(graph: Graph, order: list[int]) -> tuple[float, dict[int, int]]:
     """The least seconds of a graph without its usages, infinite where no choice is allowed, and the choice."""
-    # The tables that each node is in, by what they are over; by -1 and a node those that it left.
+    # The tables that each node is in, by their nodes, or by -1 and the node whose elimination made them.
     tables: dict[int, dict[tuple[int, ...], Table]] = {n: {(n,): ((n,), graph.costs[n])} for n in order}
     for u, v in graph.pairs():
         tables[u][u, v] = tables[v][u, v] = ((u, v), graph.neighbours[u][v])
